@@ -1,0 +1,110 @@
+# One command a task; `make help` lists them. Nothing here names a package index: pip's own configuration chooses it.
+
+SHELL := bash
+.ONESHELL:
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PACKAGES := npu-ops npu-parallel npu-train npu-debug
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/torchtitan-ascend
+PYTHON ?= $(shell for p in python3.11 python3; do command -v $$p >/dev/null && \
+	$$p -c 'import sys; sys.exit(not (3, 11, 5) <= sys.version_info[:3] < (3, 12))' && echo $$p && break; done)
+UV_VERSION := 0.13.9
+UV = $(shell command -v uv || echo $(CACHE)/uv-$(UV_VERSION)/bin/uv)
+RUN = .venv/bin/
+
+# torch_npu breaks a plain `import torch` on a machine without CANN; tests load it themselves.
+export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+export UV_PYTHON_DOWNLOADS := never
+
+.PHONY: help
+help: ## List the tasks
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
+
+.PHONY: tools
+tools:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 (3.11.5 or newer) is needed and was not found. Install it, or name it: make sync PYTHON=/path/to/python3.11" >&2; exit 2; }
+	if ! test -x "$(UV)"; then
+	    echo "installing uv $(UV_VERSION) into $(CACHE)"
+	    $(PYTHON) -m venv $(CACHE)/uv-$(UV_VERSION)
+	    if compgen -G 'wheelhouse/wheels/uv-$(UV_VERSION)-*.whl' >/dev/null; then from='--no-index --find-links wheelhouse/wheels'; fi
+	    $(CACHE)/uv-$(UV_VERSION)/bin/python -m pip install --quiet --disable-pip-version-check $${from:-} uv==$(UV_VERSION)
+	fi
+
+# The wheels live in the user's cache, so that a second clone downloads nothing.
+.PHONY: wheelhouse
+wheelhouse: tools
+	@if ! test -e wheelhouse/wheels; then
+	    mkdir -p $(CACHE)/wheels
+	    ln -sfn $(CACHE)/wheels wheelhouse/wheels
+	fi
+	if ! cmp -s wheelhouse/requirements.txt wheelhouse/wheels/.complete; then
+	    echo "downloading the pinned wheels (about 3 GB the first time)"
+	    $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
+	        -r wheelhouse/requirements.txt -d wheelhouse/wheels 2> >(grep -v 'is ignored: it is neither' >&2)
+	    cp wheelhouse/requirements.txt wheelhouse/wheels/.complete
+	fi
+
+.PHONY: sync
+sync: wheelhouse ## Set up .venv with all packages and tools
+	@$(UV) sync --quiet --locked --offline --all-packages --python $(PYTHON)
+
+.PHONY: lock
+lock: tools ## Renew the pins: wheelhouse/requirements.txt and uv.lock
+	@$(UV) pip compile --quiet --no-config --universal --python-version 3.11 --no-python-downloads --generate-hashes \
+	    --no-annotate --no-header --all-extras packages/*/pyproject.toml \
+	    --group pyproject.toml:dev --group pyproject.toml:docs \
+	    $(foreach p,$(PACKAGES),--no-emit-package $(p)) -o wheelhouse/requirements.txt
+	# uv resolves to the newest wheel that lies there, so those of earlier pins must go.
+	rm -f wheelhouse/wheels/*.whl wheelhouse/wheels/.complete
+	$(MAKE) wheelhouse
+	$(UV) lock --offline --python $(PYTHON)
+
+.PHONY: train
+train: sync ## Set up, then train a small language model on this machine
+	@$(RUN)npu-train run quickstart
+
+.PHONY: test
+test: ## Run all tests, or one package's alone with only its own dependencies: make test PKG=npu-ops
+ifdef PKG
+test: wheelhouse
+	@test -d packages/$(PKG) || { echo "there is no package '$(PKG)'; choose one of: $(PACKAGES)" >&2; exit 2; }
+	export UV_PROJECT_ENVIRONMENT=.venvs/$(PKG)
+	$(UV) sync --quiet --locked --offline --package $(PKG) $(if $(filter npu-debug,$(PKG)),--extra plot --extra torch) \
+	    --group test --no-default-groups --python $(PYTHON)
+	.venvs/$(PKG)/bin/python -m pytest packages/$(PKG)/tests
+else
+test:
+	@for package in $(PACKAGES); do $(MAKE) test PKG=$$package; done
+	$(MAKE) integration
+endif
+
+.PHONY: integration
+integration: sync ## Only the tests that need several processes or packages
+	@$(RUN)python -m pytest tests-integration
+
+.PHONY: lint
+lint: sync ## Check style, formatting and import rules
+	@$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)lint-imports
+
+.PHONY: docs
+docs: sync ## Build the site into site/, strictly
+	@$(RUN)mkdocs build --strict --quiet
+
+.PHONY: docs-serve
+docs-serve: sync ## Serve the site on this machine while editing
+	@$(RUN)mkdocs serve
+
+.PHONY: bench
+bench: sync ## Measure speed against the named rivals
+	@for file in packages/*/benchmarks/bench_*.py; do $(RUN)python $$file; done
+
+.PHONY: wheelhouse-bundle
+wheelhouse-bundle: wheelhouse ## Pack all wheels for a machine without internet
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps uv==$(UV_VERSION) -d wheelhouse/wheels 2>/dev/null
+	tar --dereference -cf wheelhouse/wheelhouse.tar.part -C wheelhouse wheels
+	mv wheelhouse/wheelhouse.tar.part wheelhouse/wheelhouse.tar
+	echo "wheelhouse/wheelhouse.tar: unpack it in wheelhouse/ of a clone there, then run make sync"

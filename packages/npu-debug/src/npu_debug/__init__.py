@@ -1,0 +1,1 @@
+"""Find out why a training run is slow, wrong, hung or out of memory, from the files it leaves behind."""

@@ -1,0 +1,355 @@
+"""The ``npu-train`` command. Heavy imports happen inside the command that needs them, so that help is immediate."""
+
+import argparse
+import difflib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from . import __version__
+from .errors import EXIT_DONE, InputError, RunFailed, report
+from .launch import TORCHRUN_OPTIONS, Launch, inherited_world_size
+from .recipes import RECIPES, Recipe
+from .request import RunRequest
+
+HELP = """\
+usage: npu-train COMMAND ...
+
+Train language models with torchtitan on Ascend NPUs, or on any CPU machine first.
+
+commands:
+  run RECIPE [options]                    train a recipe
+  run --module M --config C [options]     train a configuration of torchtitan, or of your own package
+  recipes                                 list the recipes
+  sample --checkpoint DIR --prompt TEXT   continue a text with trained weights
+
+options:
+  --help, --version
+
+npu-train COMMAND --help explains a command; npu-train run RECIPE --help lists every option of torchtitan.
+"""
+
+RUN_HELP = """\
+usage: npu-train run RECIPE [options] [torchtitan options]
+       npu-train run --module MODULE --config CONFIG [options] [torchtitan options]
+
+options:
+  --data FILE          train on your own .txt, .jsonl or .parquet file, or a folder of them
+  --nproc N            processes on this machine, started by torchrun (default 1)
+  --device DEVICE      auto (NPU, else CUDA, else CPU), npu, cuda or cpu
+  --dump-folder DIR    the run's folder (default for a recipe: the next free outputs/RECIPE)
+  --resume             continue the run in --dump-folder, or the recipe's newest run
+  --verbose            print torchtitan's whole log
+  --debug              show tracebacks
+
+torchrun's options are passed on to it:
+  {torchrun}
+A process that torchrun has started already (RANK and WORLD_SIZE are set) trains as part of that job.
+
+torchtitan's options follow its own command line, for example --training.steps 5 --optimizer.lr 1e-3;
+npu-train run RECIPE --help lists them all.
+"""
+
+_OWN_VALUES = ("--module", "--config", "--nproc", "--device", "--data", "--dump-folder")
+_OWN_FLAGS = ("--resume", "--verbose", "--debug")
+
+
+def _program() -> str:
+    """How to call this command from the user's shell."""
+    here = Path(sys.executable).parent / "npu-train"
+    found = shutil.which("npu-train")
+    if found and (not here.exists() or Path(found).resolve() == here.resolve()):
+        return "npu-train"
+    return os.path.relpath(here)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}. npu-train {self.prog.split()[-1]} --help explains the options.")
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    return ", ".join(difflib.get_close_matches(word, known, n=3, cutoff=0.3) or sorted(known))
+
+
+def _split(arguments: list[str]) -> tuple[str, dict[str, str], set[str], list[str], list[str]]:
+    """Separate the recipe, our options, torchrun's and torchtitan's."""
+    recipe, values, flags, torchrun, options = "", {}, set(), [], []
+    queue = list(arguments)
+    if queue and not queue[0].startswith("-"):
+        recipe = queue.pop(0)
+    while queue:
+        argument = queue.pop(0)
+        name, equals, value = argument.partition("=")
+        # torchtitan's options may be written with underscores; so may ours.
+        name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+        takes_value = name in _OWN_VALUES or TORCHRUN_OPTIONS.get(name, False)
+        if takes_value and not equals:
+            if not queue or queue[0].startswith("--"):
+                raise InputError(f"{name} needs a value. npu-train run --help explains it.")
+            value = queue.pop(0)
+        if name in _OWN_VALUES:
+            values[name] = value
+        elif name in _OWN_FLAGS and not equals:
+            flags.add(name)
+        elif name in TORCHRUN_OPTIONS:
+            torchrun += [name, value] if takes_value else [name]
+        else:
+            options.append(argument)
+    return recipe, values, flags, torchrun, options
+
+
+def _runs_of(recipe: str) -> list[Path]:
+    """Folders of earlier runs of a recipe, oldest first."""
+    pattern = re.compile(rf"{re.escape(recipe)}(?:-(\d+))?")
+    found = [
+        (int(match.group(1) or 1), path)
+        for path in Path("outputs").glob("*")
+        if (match := pattern.fullmatch(path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def _dump_folder(recipe: str, values: dict[str, str], resume: bool, launch: Launch, inherited: int | None) -> str:
+    """The run's folder: a new one for a new run, so that nothing of an earlier run is touched."""
+    if "--dump-folder" in values or not recipe:
+        return values.get("--dump-folder", "")
+    if launch.multi_node:
+        raise InputError("with --nnodes every node must write to the same folder: name it with --dump-folder.")
+    runs = _runs_of(recipe)
+    if resume:
+        if not runs:
+            raise InputError(f"--resume: there is no run in outputs/{recipe} yet. Start one without --resume.")
+        return str(runs[-1])
+    if inherited is not None and inherited > 1:
+        # The processes of a job could not agree on the next free name.
+        return f"outputs/{recipe}"
+    if not runs:
+        return f"outputs/{recipe}"
+    last = re.fullmatch(r".*?-(\d+)", runs[-1].name.removeprefix(recipe) or "-1")
+    return f"outputs/{recipe}-{int(last.group(1)) + 1}"
+
+
+def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None]:
+    recipe_name, values, flags, torchrun, options = _split(arguments)
+    problems = []
+    module, config = values.get("--module", ""), values.get("--config", "")
+    if recipe_name and (module or config):
+        problems.append(f"both a recipe ({recipe_name}) and --module/--config are given. Give one of them.")
+    elif recipe_name and recipe_name not in RECIPES:
+        problems.append(
+            f"unknown recipe '{recipe_name}'. Near matches: {_near(recipe_name, list(RECIPES))}. "
+            "npu-train recipes lists them all."
+        )
+    elif recipe_name:
+        module, config = RECIPES[recipe_name].module, RECIPES[recipe_name].config
+    elif not (module and config):
+        problems.append(
+            "nothing to train: give a recipe (npu-train recipes lists them) or --module and --config, "
+            "for example --module llama3 --config llama3_debugmodel."
+        )
+    nproc = values.get("--nproc", "1")
+    if not (nproc.isdigit() and int(nproc) > 0) and nproc not in ("auto", "cpu", "gpu"):
+        problems.append(f"--nproc is '{nproc}'. Give the number of processes on this machine, for example 2.")
+    launch = Launch(nproc, tuple(torchrun))
+    inherited = None
+    try:
+        inherited = inherited_world_size()
+        if inherited is not None and not launch.in_process:
+            problems.append(
+                "torchrun has started this process already (RANK and WORLD_SIZE are set), so --nproc and torchrun's "
+                "options belong on its command line."
+            )
+        folder = _dump_folder(recipe_name, values, "--resume" in flags, launch, inherited)
+    except InputError as error:
+        problems += error.problems
+    if problems:
+        raise InputError(*problems)
+    request = RunRequest(
+        module=module,
+        config=config,
+        options=tuple(options),
+        recipe=recipe_name,
+        device=values.get("--device", "auto"),
+        data=values.get("--data", ""),
+        dump_folder=folder,
+        resume="--resume" in flags,
+        verbose="--verbose" in flags,
+        debug="--debug" in flags,
+    )
+    return request, launch, inherited
+
+
+def _epilogue(request: RunRequest, recipe: Recipe) -> None:
+    """Show what the model writes, and what to try next."""
+    from .checkpoints import latest
+    from .console import say
+    from .sample import sample
+    from .worker import configure
+
+    config, _ = configure(request)
+    newest = latest(Path(config.dump_folder) / config.checkpoint.folder)
+    if newest is not None:
+        for text in sample(config, newest.path, list(recipe.prompts), max_new_tokens=60):
+            say(f"\nsample of step {newest.step}:\n  " + text.strip().replace("\n", "\n  "))
+    program = _program()
+    debug = program.replace("npu-train", "npu-debug")
+    folder, half = config.dump_folder, max(1, config.training.local_batch_size // 2)
+    say(
+        f"""
+next:
+  {program} run {recipe.name} --resume --training.steps {config.training.steps * 2}
+      continue this run for as long again
+  {debug} logs {folder} --plot loss.svg
+      summarise it and plot its loss
+  {program} run {recipe.name} --nproc 2 --training.local-batch-size {half}
+      the same on 2 processes
+  {program} sample --checkpoint {folder} --prompt "It was"
+      let it write"""
+    )
+
+
+def run(arguments: list[str]) -> int:
+    """``npu-train run``."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(RUN_HELP.format(torchrun="\n  ".join(_wrapped(list(TORCHRUN_OPTIONS)))))
+        return EXIT_DONE if arguments else 2
+    request, launch, inherited = _read_request(arguments)
+    if request.debug:
+        os.environ["NPU_TRAIN_DEBUG"] = "1"
+    if request.verbose:
+        os.environ["NPU_TRAIN_VERBOSE"] = "1"
+    from . import worker
+    from .launch import single_process_environment, torchrun
+
+    if inherited is not None:
+        return worker.guarded(request, inherited)
+    if launch.in_process:
+        single_process_environment()
+        code = worker.guarded(request, 1)
+    else:
+        # Everything is checked once here, before a process starts; the processes check again what only they can see.
+        worker.prepare(request, launch.world_size, announce=False)
+        code = torchrun(launch, [request.to_json()])
+    recipe = RECIPES.get(request.recipe)
+    if code == EXIT_DONE and recipe is not None and recipe.prompts and not launch.multi_node:
+        _epilogue(request, recipe)
+    return code
+
+
+def _wrapped(words: list[str], width: int = 100) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(" ".join(words), width)
+
+
+def recipes(arguments: list[str]) -> int:
+    """``npu-train recipes``."""
+    parser = _Parser(prog="npu-train recipes", description="List the recipes that npu-train run starts by name.")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    options = parser.parse_args(arguments)
+    if options.json:
+        rows = [
+            {key: getattr(r, key) for key in ("name", "model", "size", "purpose", "needs")} for r in RECIPES.values()
+        ]
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return EXIT_DONE
+    for recipe in RECIPES.values():
+        print(f"{recipe.name}\n    {recipe.model}, {recipe.size} parameters\n    {recipe.purpose}")
+        if recipe.needs:
+            print(f"    needs: {recipe.needs}")
+    return EXIT_DONE
+
+
+def sample(arguments: list[str]) -> int:
+    """``npu-train sample``."""
+    parser = _Parser(prog="npu-train sample", description="Continue a text with the weights of a checkpoint.")
+    parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoint folder, or a step-N folder")
+    parser.add_argument("--prompt", action="append", required=True, help="the text to continue; may be repeated")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest tokens; 0 for all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", help="auto, npu, cuda or cpu")
+    parser.add_argument("--module", default="", help="with --config: the model, where the run left no run.json")
+    parser.add_argument("--config", default="")
+    parser.add_argument("--hf-assets-path", default="", help="the tokenizer's folder, where it is not the run's own")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args(arguments)
+    limits = {
+        "--max-new-tokens": (options.max_new_tokens, 1),
+        "--temperature": (options.temperature, 0),
+        "--top-k": (options.top_k, 0),
+    }
+    problems = [
+        f"{name} is {value}; it must be at least {least}." for name, (value, least) in limits.items() if value < least
+    ]
+    if problems:
+        raise InputError(*problems)
+    # The folder is looked at before torch is imported.
+    if not Path(options.checkpoint).expanduser().exists():
+        raise InputError(
+            f"there is no checkpoint {options.checkpoint}. Give --checkpoint a run's folder or a step-N folder in it."
+        )
+    from .worker import configure, request_of_run
+
+    if bool(options.module) != bool(options.config):
+        raise InputError("--module and --config belong together: give both or neither.")
+    request = RunRequest(options.module, options.config) if options.module else request_of_run(Path(options.checkpoint))
+    config, _ = configure(RunRequest(**{**request.to_dict(), "device": options.device, "data": "", "resume": False}))
+    if options.hf_assets_path:
+        config.hf_assets_path = options.hf_assets_path
+
+    from .check import check_tokenizer
+    from .sample import resolve_checkpoint
+    from .sample import sample as generate_texts
+
+    checkpoint = resolve_checkpoint(options.checkpoint)
+    problems = check_tokenizer(config)
+    if problems:
+        raise InputError(*problems)
+    texts = generate_texts(
+        config,
+        checkpoint.path,
+        options.prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    for prompt, text in zip(options.prompt, texts, strict=True):
+        row = {"step": checkpoint.step, "prompt": prompt, "text": text}
+        print(json.dumps(row, ensure_ascii=False) if options.json else text)
+    return EXIT_DONE
+
+
+COMMANDS = {"run": run, "recipes": recipes, "sample": sample}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process's) and return the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return EXIT_DONE if arguments else 2
+    if arguments[0] == "--version":
+        print(f"npu-train {__version__}")
+        return EXIT_DONE
+    try:
+        if arguments[0] not in COMMANDS:
+            raise InputError(f"unknown command '{arguments[0]}'. Near matches: {_near(arguments[0], list(COMMANDS))}.")
+        return COMMANDS[arguments[0]](arguments[1:])
+    except (InputError, RunFailed) as error:
+        if "--debug" in arguments:
+            raise
+        return report("npu-train", error)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE

@@ -1,0 +1,321 @@
+"""Text files as packed training rows whose global order does not depend on how many processes read them.
+
+A file of documents is tokenised once into the user's cache, then every process maps the tokens and picks its rows by
+number. Row ``n`` of the run is the same text for any data-parallel degree, so a run can be resumed on another number of
+processes and its loss goes on as if it had not been interrupted.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import BaseTokenizer
+from tqdm import tqdm
+
+from .errors import InputError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+# Long texts are tokenised in pieces of about this many characters, cut at a line end.
+_PIECE_CHARACTERS = 1 << 20
+_CACHE_VERSION = 1
+
+
+def data_files(path: str | os.PathLike) -> list[Path]:
+    """The data files that ``path`` names: itself, or the files of a folder in the order of their names.
+
+    Raises:
+        InputError: nothing there, or a kind of file that is not read.
+    """
+    path = Path(path).expanduser()
+    kinds = ", ".join(SUFFIXES)
+    if not path.exists():
+        raise InputError(f"data file not found: {path}. Give --data an existing {kinds} file or a folder of them.")
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+        if not files:
+            raise InputError(f"the data folder {path} holds no {kinds} file.")
+        return files
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"{path}: '{path.suffix}' files are not read. Convert it to one of: {kinds}.")
+    return [path]
+
+
+def _read_text(path: Path) -> Iterator[tuple[str, bool]]:
+    """Documents end at a line that holds only ``<|endoftext|>``, else with the file."""
+    piece: list[str] = []
+    size = 0
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            ends = line.strip() == END_OF_DOCUMENT
+            if not ends:
+                piece.append(line)
+                size += len(line)
+            if ends or size >= _PIECE_CHARACTERS:
+                yield "".join(piece), ends
+                piece, size = [], 0
+    yield "".join(piece), True
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[tuple[str, bool]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InputError(
+                    f"{path}, line {number}: not valid JSON ({error.msg}). Each line is one object."
+                ) from None
+            if not isinstance(record, dict) or not isinstance(record.get(field), str):
+                has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+                raise InputError(
+                    f"{path}, line {number}: no text under '{field}' (it has: {has}). "
+                    "Name the field with --dataloader.text-field."
+                )
+            yield record[field], True
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, bool]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]}).") from None
+    if field not in file.schema_arrow.names:
+        raise InputError(
+            f"{path}: no column '{field}' (it has: {', '.join(file.schema_arrow.names)}). "
+            "Name the column with --dataloader.text-field."
+        )
+    for batch in file.iter_batches(columns=[field]):
+        for value in batch.column(0).to_pylist():
+            if value:
+                yield value, True
+
+
+def read_documents(path: Path, text_field: str = "text") -> Iterator[tuple[str, bool]]:
+    """Yield ``(text, ends_document)`` pieces of a data file.
+
+    Raises:
+        InputError: the file is not valid UTF-8, JSON or parquet, or lacks the field.
+    """
+    readers = {
+        "text": lambda: _read_text(path),
+        "jsonl": lambda: _read_jsonl(path, text_field),
+        "parquet": lambda: _read_parquet(path, text_field),
+    }
+    try:
+        yield from readers[SUFFIXES[path.suffix]]()
+    except UnicodeDecodeError:
+        raise InputError(
+            f"{path}: not UTF-8 text. Convert it, for example: iconv -f GB18030 -t UTF-8 {path.name} > utf8.txt"
+        ) from None
+
+
+def cache_folder() -> Path:
+    """Where tokenised data is kept: ``$XDG_CACHE_HOME/npu-train/tokens`` or ``~/.cache/npu-train/tokens``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "npu-train" / "tokens"
+
+
+class TokenFile:
+    """Tokenised documents on disk, mapped into memory.
+
+    Attributes:
+        tokens: 1-D array of token ids, the documents one behind the other.
+        starts: 1-D int64 array, the index of the first token of each document, closed by the number of tokens.
+    """
+
+    def __init__(self, folder: Path):
+        meta = json.loads((folder / "meta.json").read_text())
+        self.tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["n_tokens"],))
+        self.starts = np.fromfile(folder / "starts.bin", dtype=np.int64)
+
+    def rows(self, seq_len: int) -> int:
+        """How many rows of ``seq_len`` tokens there are; what is left over at the end is not used."""
+        return (len(self.tokens) - 1) // seq_len
+
+    def row(self, index: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row ``index`` as ``(input, positions, labels)``, int64 tensors of shape (seq_len,).
+
+        Positions count from 0 within each document and from 0 at the start of the row: torchtitan reads the document
+        boundaries off them. The label of a document's last token is ``IGNORE_INDEX``: none predicts the next document.
+        """
+        begin = index * seq_len
+        where = np.arange(begin, begin + seq_len)
+        document = np.searchsorted(self.starts, where, side="right") - 1
+        tokens = np.asarray(self.tokens[begin : begin + seq_len + 1]).astype(np.int64)
+        labels = tokens[1:].copy()
+        labels[where == self.starts[document + 1] - 1] = IGNORE_INDEX
+        positions = where - np.maximum(self.starts[document], begin)
+        return torch.from_numpy(tokens[:-1]), torch.from_numpy(positions), torch.from_numpy(labels)
+
+
+def _write_tokens(folder: Path, files: list[Path], tokenizer: BaseTokenizer, text_field: str) -> None:
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    starts, n_tokens, begins = [], 0, True
+    with (
+        (folder / "tokens.bin").open("wb") as out,
+        tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, delay=2, desc="tokenizing") as bar,
+    ):
+        for file in files:
+            for text, ends in read_documents(file, text_field):
+                bar.update(len(text.encode()))
+                # An end mark at the very end of a file leaves one empty piece behind it.
+                if not text.strip() and begins:
+                    continue
+                if begins:
+                    starts.append(n_tokens)
+                ids = tokenizer.encode(text, add_bos=begins, add_eos=ends)
+                out.write(np.asarray(ids, dtype=dtype).tobytes())
+                n_tokens += len(ids)
+                begins = ends
+    np.asarray([*starts, n_tokens], dtype=np.int64).tofile(folder / "starts.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": np.dtype(dtype).name, "n_tokens": n_tokens}))
+
+
+def tokenize(
+    path: str | os.PathLike, tokenizer: BaseTokenizer, tokenizer_path: str, text_field: str = "text"
+) -> TokenFile:
+    """Tokenise ``path`` once; later calls, also from other processes, map the result.
+
+    Args:
+        path: A .txt, .md, .jsonl or .parquet file, or a folder of them.
+        tokenizer: Encodes a document with its begin and end marks.
+        tokenizer_path: Folder of the tokenizer; its files are part of the cache key.
+        text_field: Field (JSONL) or column (parquet) that holds the text.
+
+    Raises:
+        InputError: the data cannot be read, or holds no text.
+    """
+    files = data_files(path)
+    key = hashlib.sha256(f"{_CACHE_VERSION}|{text_field}".encode())
+    for file in [*files, *sorted(p for p in Path(tokenizer_path).iterdir() if p.is_file())]:
+        stat = file.stat()
+        key.update(f"|{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode())
+    cache = cache_folder()
+    folder = cache / key.hexdigest()[:32]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = (cache / f"{folder.name}.lock").open("w")
+    except OSError as error:
+        raise InputError(
+            f"the token cache {cache} cannot be written ({error.strerror}). Point XDG_CACHE_HOME at a writable folder."
+        ) from None
+    with lock:
+        # The first process of a machine tokenises; the others wait here and then map its result.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                unfinished = Path(scratch) / "tokens"
+                unfinished.mkdir()
+                _write_tokens(unfinished, files, tokenizer, text_field)
+                if json.loads((unfinished / "meta.json").read_text())["n_tokens"] == 0:
+                    raise InputError(f"the data {path} is empty: it holds no text to train on.")
+                unfinished.rename(folder)
+    return TokenFile(folder)
+
+
+class TextDataLoader(BaseDataLoader):
+    """Packed rows of a text, JSONL or parquet file, for any number of data-parallel ranks.
+
+    Each batch is ``({"input": (B, L), "positions": (B, L)}, labels (B, L))``, all int64. One epoch visits every row
+    once, in an order shuffled by ``seed`` and the epoch. Its state is the number of rows that all ranks have consumed.
+
+    Args:
+        config: See ``Config``.
+        dp_world_size: Number of data-parallel ranks.
+        dp_rank: This rank.
+        tokenizer: The run's tokenizer.
+        seq_len: Tokens a row, L.
+        local_batch_size: Rows a batch, B.
+
+    Raises:
+        InputError: the data is missing, unreadable, empty, or shorter than one global batch.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        text_field: str = "text"
+        """Field of a JSONL line or column of a parquet file that holds the text"""
+
+        infinite: bool = True
+        """Start over when the data is used up"""
+
+        shuffle: bool = True
+        """Visit the rows of each epoch in a shuffled order"""
+
+        seed: int = 0
+        """Seed of the shuffled order"""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        **kwargs: Any,
+    ):
+        if not config.dataset_path:
+            raise InputError("no training data: give --data a .txt, .jsonl or .parquet file.")
+        self._tokens = tokenize(config.dataset_path, tokenizer, tokenizer.tokenizer_path, config.text_field)
+        self._seq_len = seq_len
+        self._config = config
+        self._dp_world_size, self._dp_rank = dp_world_size, dp_rank
+        self._batch_size = local_batch_size
+        self._rows_seen = 0
+        self._n_rows = self._tokens.rows(seq_len)
+        self._order: tuple[int, torch.Tensor] | None = None
+        needed = 1 if config.infinite else dp_world_size * local_batch_size
+        if self._n_rows < needed:
+            raise InputError(too_short(config.dataset_path, len(self._tokens.tokens), seq_len, needed))
+
+    def _row_number(self, position: int) -> int:
+        epoch, offset = divmod(position, self._n_rows)
+        if not self._config.shuffle:
+            return offset
+        if self._order is None or self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self._config.seed * 1_000_003 + epoch)
+            self._order = (epoch, torch.randperm(self._n_rows, generator=generator))
+        return int(self._order[1][offset])
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        rows_a_batch = self._dp_world_size * self._batch_size
+        while self._config.infinite or self._rows_seen + rows_a_batch <= self._n_rows:
+            first = self._rows_seen + self._dp_rank * self._batch_size
+            rows = [self._tokens.row(self._row_number(first + i), self._seq_len) for i in range(self._batch_size)]
+            input_BL, positions_BL, labels_BL = (torch.stack(column) for column in zip(*rows, strict=True))
+            # Counted before the batch is handed out: a checkpoint taken while it is trained on has consumed it.
+            self._rows_seen += rows_a_batch
+            yield {"input": input_BL, "positions": positions_BL}, labels_BL
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows_seen": self._rows_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            self._rows_seen = state_dict["rows_seen"]
+
+
+def too_short(path: str, n_tokens: int, seq_len: int, rows: int) -> str:
+    """The sentence for data that does not fill the first batch."""
+    return (
+        f"the data {path} is too short: {n_tokens} tokens do not fill a batch of {rows} rows of {seq_len} tokens. "
+        "Use more text, or lower --training.seq-len or --training.local-batch-size."
+    )

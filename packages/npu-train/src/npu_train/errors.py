@@ -1,0 +1,39 @@
+"""The two ways a command ends badly, and how a person is told."""
+
+import sys
+from typing import TextIO
+
+EXIT_DONE = 0
+EXIT_PROBLEM = 1
+EXIT_UNUSABLE_INPUT = 2
+
+
+class InputError(Exception):
+    """The input is unusable; nothing was started (exit code 2).
+
+    Args:
+        problems: One paragraph a problem: what is wrong, where, and how to put it right.
+    """
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+class RunFailed(Exception):
+    """The run started and ended with a problem (exit code 1)."""
+
+
+def report(program: str, error: InputError | RunFailed, stream: TextIO | None = None) -> int:
+    """Print ``error`` for a person and return the exit code that goes with it."""
+    stream = stream or sys.stderr
+    if isinstance(error, RunFailed):
+        print(f"{program}: {error}", file=stream, flush=True)
+        return EXIT_PROBLEM
+    if len(error.problems) == 1:
+        print(f"{program}: {error.problems[0]}", file=stream, flush=True)
+        return EXIT_UNUSABLE_INPUT
+    print(f"{program}: {len(error.problems)} problems; nothing was started.", file=stream)
+    for number, problem in enumerate(error.problems, 1):
+        print(f"{number:>3}. {problem}", file=stream, flush=True)
+    return EXIT_UNUSABLE_INPUT

@@ -1,0 +1,1 @@
+"""``@override`` factories that torchtitan activates by name through ``override.imports``."""

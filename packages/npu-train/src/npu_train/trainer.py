@@ -1,0 +1,104 @@
+"""torchtitan's trainer, stopped before a non-finite gradient reaches the weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.tools import utils
+from torchtitan.trainer import Trainer
+
+from npu_debug.nonfinite import Finding, find_nonfinite
+
+from . import checkpoints
+from .errors import RunFailed
+
+# Kinds of a finding, causes before their consequences.
+_CAUSES = ("parameter", "buffer", "input", "output", "loss", "gradient")
+
+
+class NonFiniteError(RunFailed):
+    """The loss or a gradient of a step is NaN or infinite; the step was not applied."""
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class NpuTrainer(Trainer):
+    """``Trainer`` that checks each step's gradients between clipping and the optimizer.
+
+    On the CPU every step is checked. On an accelerator the check would wait for the device, so only the steps that are
+    logged, and wait anyway, are checked.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def __init__(self, config: Config):
+        self._microbatches: list[dict[str, Any]] = []
+        super().__init__(config)
+        self._named_parameters = [item for part in self.model_parts for item in part.named_parameters()]
+        self.optimizers.register_step_pre_hook(self._stop_before_nonfinite_step)
+
+    def train_step(self, data_iterator: Any) -> None:
+        self._microbatches.clear()
+        super().train_step(data_iterator)
+
+    def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
+        # Kept (token ids only) so that the step can be replayed to find where it went wrong.
+        self._microbatches.append(microbatch)
+        return super().forward_backward_step(**microbatch)
+
+    def _stop_before_nonfinite_step(self, *_: Any) -> None:
+        if utils.device_type != "cpu" and not self.metrics_processor.should_log(self.step):
+            return
+        gradients = [(name, _local(p.grad)) for name, p in self._named_parameters if p.grad is not None]
+        probe = next((gradient for _, gradient in gradients if gradient.numel()), None)
+        # Clipping multiplies every gradient by max_norm / norm. A NaN norm makes all of them NaN, on every rank; an
+        # infinite one makes the finite ones zero and the infinite ones NaN. So one small tensor tells that all is well.
+        if probe is None or (bool(probe.any()) and bool(probe.isfinite().all())):
+            return
+        if not bool(probe.isfinite().all()):
+            raise NonFiniteError(self._explain(self._find_first()))
+        # Only ranks that hold an infinite element see it, so they must not start a replay, which takes all of them.
+        infinite = next((name for name, gradient in gradients if not bool(gradient.isfinite().all())), None)
+        if infinite is not None:
+            raise NonFiniteError(self._explain(f"The gradient of {infinite} is infinite."))
+
+    def _find_first(self) -> str:
+        """Replay the step on all ranks and name the first non-finite tensor."""
+        microbatches = list(self._microbatches)
+
+        def replay() -> None:
+            for microbatch in microbatches:
+                Trainer.forward_backward_step(self, **microbatch)
+
+        found = find_nonfinite(self.model_parts, replay)
+        findings: list[Finding | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(findings, found)
+        # The cause on one rank shows as a consequence on the others, so the earliest kind of all ranks is the first.
+        candidates = [(_CAUSES.index(f.kind), rank, f) for rank, f in enumerate(findings) if f is not None]
+        if not candidates:
+            return "A replay of the step was finite, so the fault is not deterministic."
+        _, rank, first = min(candidates, key=lambda candidate: candidate[:2])
+        return f"On rank {rank}: {first}" if len(findings) > 1 else str(first)
+
+    def _explain(self, finding: str) -> str:
+        folder = Path(self.config.dump_folder) / self.config.checkpoint.folder
+        last = checkpoints.latest(folder) if self.config.checkpoint.enable else None
+        keep = (
+            f"The last good checkpoint is {last.path}; its weights are untouched."
+            if last
+            else "There is no checkpoint of this run yet."
+        )
+        events = getattr(self.metrics_processor, "events", None)
+        if events is not None:
+            events.write(event="nonfinite", step=self.step, finding=finding)
+        return (
+            f"stopped at step {self.step}: the loss or a gradient is not finite. {finding} "
+            f"The step was not applied. {keep} Lower --optimizer.lr or raise --lr-scheduler.warmup-steps, "
+            "then start from that checkpoint."
+        )

@@ -1,6 +1,6 @@
 """Run training jobs as real processes: one server imports torchtitan once, and forks the ranks of each job.
 
-A job under torchrun spends most of its time importing; the tests that are about torchrun itself use it, all others this.
+A job under torchrun spends most of its time importing; the tests about torchrun itself use it, all others this.
 The ranks are what torchrun would start: `npu_train.worker.guarded` with RANK, WORLD_SIZE and MASTER_PORT set.
 """
 
@@ -46,6 +46,7 @@ class RankServer:
             "OMP_NUM_THREADS": "1",
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(Path(__file__).parent),
         }
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -105,6 +106,9 @@ def _serve() -> None:
     from npu_train.device import select_device
 
     select_device("cpu")
+    import torchtitan.models.deepseek_v3.config_registry
+    import torchtitan.models.llama3.config_registry  # noqa: F401
+
     import npu_train.check
     import npu_train.configs
     import npu_train.overrides.attention
@@ -112,8 +116,6 @@ def _serve() -> None:
     import npu_train.overrides.metrics
     import npu_train.sample
     import npu_train.worker  # noqa: F401
-    import torchtitan.models.deepseek_v3.config_registry  # noqa: F401
-    import torchtitan.models.llama3.config_registry  # noqa: F401
 
     for line in sys.stdin:
         job = json.loads(line)

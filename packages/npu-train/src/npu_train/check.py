@@ -79,7 +79,8 @@ def _check_layout(config: Trainer.Config, world_size: int) -> list[str]:
         )
     except ValueError as error:
         return [f"the parallel layout cannot be read: {error}"]
-    return [f"{_OPTION.get(p.where, p.where)}: {p.what}. {p.fix}." for p in problems]
+    hints = {"world_size": " Or start another number of processes with --nproc."}
+    return [f"{_OPTION.get(p.where, p.where)}: {p.what}. {p.fix}.{hints.get(p.where, '')}" for p in problems]
 
 
 def _check_sizes(config: Trainer.Config) -> list[str]:
@@ -88,7 +89,11 @@ def _check_sizes(config: Trainer.Config) -> list[str]:
         "--training.seq-len": config.training.seq_len,
         "--training.local-batch-size": config.training.local_batch_size,
     }
-    problems = [f"{name} is {value}; it must be at least 1." for name, value in sizes.items() if value < 1]
+    return [f"{name} is {value}; it must be at least 1." for name, value in sizes.items() if value < 1]
+
+
+def _check_lengths(config: Trainer.Config) -> list[str]:
+    problems = []
     loss, local_length = config.loss, config.training.seq_len // max(1, config.parallelism.context_parallel_degree)
     if isinstance(loss, ChunkedLossWrapper.Config) and local_length % loss.num_chunks:
         problems.append(
@@ -272,8 +277,9 @@ def check(config: Trainer.Config, device_type: str, world_size: int | None, *, r
         resume: Whether an existing checkpoint is asked for.
     """
     problems = _check_sizes(config)
-    if not problems and world_size is not None:
-        problems += _check_layout(config, world_size)
+    if not problems:
+        problems += _check_lengths(config)
+        problems += [] if world_size is None else _check_layout(config, world_size)
     return (
         problems
         + _check_device(config, device_type)

@@ -51,7 +51,7 @@ torchrun's options are passed on to it:
   {torchrun}
 A process that torchrun has started already (RANK and WORLD_SIZE are set) trains as part of that job.
 
-torchtitan's options follow its own command line, for example --training.steps 5 --optimizer.lr 1e-3;
+torchtitan's options follow its own command line, for example --training.steps 5 --training.seq-len 128;
 npu-train run RECIPE --help lists them all.
 """
 

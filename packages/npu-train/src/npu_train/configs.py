@@ -155,7 +155,8 @@ def parse(module: str, config: str, options: list[str], device_type: str) -> Tra
         args[4:4] = ["--training.disable-cuda-graphs"]
     if "-h" in options or "--help" in options:
         ConfigManager().parse_args(args)
-    output = io.StringIO()
+    # tyro draws its boxes by the stream's encoding; they are read back below.
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     upstream_log = logging.getLogger()
     level = upstream_log.level
     try:
@@ -164,7 +165,7 @@ def parse(module: str, config: str, options: list[str], device_type: str) -> Tra
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output), _terminal_width(4000):
             parsed = ConfigManager().parse_args(args)
     except SystemExit:
-        raise InputError(_tyro_problem(output.getvalue())) from None
+        raise InputError(_tyro_problem(output.buffer.getvalue().decode())) from None
     except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
         raise InputError(f"the configuration '{config}' of module '{module}' is refused: {error}") from error
     finally:
@@ -286,6 +287,11 @@ def fit_to_device(config: Trainer.Config, device_type: str) -> list[str]:
             config.model_spec.model.traverse(TokenChoiceTopKRouter.Config)
         ):
             notes.append("the routers' gates run in bfloat16: torch has no float32 autocast on the CPU.")
+        if config.training.mixed_precision_param == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            notes.append(
+                "this CPU has no bfloat16 instructions, so bfloat16 is many times slower than float32 here: "
+                "--training.mixed-precision-param float32 avoids it."
+            )
         _make_init_independent_of_layout(config)
         spmd_types._dist.set_dist(npu_parallel.gloo.dist_with_list_all_to_all())
     notes += [note for target, name in targets.items() if (note := _add_override(config, target, name))]

@@ -39,7 +39,7 @@ RECIPES = {
             config="quickstart",
             model="llama3, 4 layers x 192",
             purpose="a language model of English and Chinese classics, in minutes on 2 CPU cores",
-            size="2.6 M",
+            size="2.4 M",
             prompts=("The king said", "却说"),
         ),
         Recipe(
@@ -48,7 +48,7 @@ RECIPES = {
             config="llama3_debugmodel",
             model="llama3, 6 layers x 256",
             purpose="torchtitan's own debug configuration",
-            size="6.1 M",
+            size="6.2 M",
         ),
         Recipe(
             name="deepseek_v3_debugmodel",
@@ -56,7 +56,7 @@ RECIPES = {
             config="deepseek_v3_debugmodel",
             model="deepseek_v3, 6 layers x 256, 8 experts",
             purpose="torchtitan's own debug configuration of a mixture of experts: try expert parallelism",
-            size="? M",
+            size="33.0 M",
         ),
         Recipe(
             name="llama3_8b",

@@ -13,13 +13,19 @@ from npu_debug.nonfinite import Finding, find_nonfinite
 
 from . import checkpoints
 from .errors import RunFailed
+from .events import EventLog
 
-# Kinds of a finding, causes before their consequences.
-_CAUSES = ("parameter", "buffer", "input", "output", "loss", "gradient")
+# Kinds of a finding, causes before their consequences. A decoder is fed token ids, so a bad input of a model part is
+# what another pipeline stage sent.
+_CAUSES = ("parameter", "buffer", "output", "loss", "input", "gradient")
 
 
 class NonFiniteError(RunFailed):
     """The loss or a gradient of a step is NaN or infinite; the step was not applied."""
+
+    def __init__(self, message: str, *, told_by_rank: int):
+        super().__init__(message)
+        self.told_by_rank = told_by_rank
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,11 +68,12 @@ class NpuTrainer(Trainer):
         if probe is None or (bool(probe.any()) and bool(probe.isfinite().all())):
             return
         if not bool(probe.isfinite().all()):
-            raise NonFiniteError(self._explain(self._find_first()))
+            raise self._error(self._find_first(), told_by_rank=0)
         # Only ranks that hold an infinite element see it, so they must not start a replay, which takes all of them.
         infinite = next((name for name, gradient in gradients if not bool(gradient.isfinite().all())), None)
         if infinite is not None:
-            raise NonFiniteError(self._explain(f"The gradient of {infinite} is infinite."))
+            rank = torch.distributed.get_rank()
+            raise self._error(f"On rank {rank}, the gradient of {infinite} is infinite.", told_by_rank=rank)
 
     def _find_first(self) -> str:
         """Replay the step on all ranks and name the first non-finite tensor."""
@@ -86,7 +93,7 @@ class NpuTrainer(Trainer):
         _, rank, first = min(candidates, key=lambda candidate: candidate[:2])
         return f"On rank {rank}: {first}" if len(findings) > 1 else str(first)
 
-    def _explain(self, finding: str) -> str:
+    def _error(self, finding: str, *, told_by_rank: int) -> NonFiniteError:
         folder = Path(self.config.dump_folder) / self.config.checkpoint.folder
         last = checkpoints.latest(folder) if self.config.checkpoint.enable else None
         keep = (
@@ -94,11 +101,12 @@ class NpuTrainer(Trainer):
             if last
             else "There is no checkpoint of this run yet."
         )
-        events = getattr(self.metrics_processor, "events", None)
-        if events is not None:
-            events.write(event="nonfinite", step=self.step, finding=finding)
-        return (
+        events = EventLog(self.config.dump_folder, enabled=torch.distributed.get_rank() == told_by_rank)
+        events.write(event="nonfinite", step=self.step, finding=finding)
+        events.close()
+        return NonFiniteError(
             f"stopped at step {self.step}: the loss or a gradient is not finite. {finding} "
-            f"The step was not applied. {keep} Lower --optimizer.lr or raise --lr-scheduler.warmup-steps, "
-            "then start from that checkpoint."
+            f"The step was not applied. {keep} Lower --optimizer.param-groups.0.optimizer-kwargs.lr or raise "
+            "--lr-scheduler.warmup-steps, then start from that checkpoint.",
+            told_by_rank=told_by_rank,
         )

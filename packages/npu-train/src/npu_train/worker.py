@@ -160,7 +160,8 @@ def guarded(request: RunRequest, world_size: int, prepared: "Trainer.Config | No
     except RunFailed as error:
         if request.debug:
             raise
-        return report("npu-train", error)
+        # What all ranks found together, one of them tells.
+        return report("npu-train", error) if getattr(error, "told_by_rank", rank) == rank else EXIT_PROBLEM
     except KeyboardInterrupt:
         print("npu-train: interrupted. Finished checkpoints are kept; continue with --resume.", file=sys.stderr)
         return 130

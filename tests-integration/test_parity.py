@@ -1,0 +1,96 @@
+"""The loss of every step under each parallelism, against one process from the same seed checkpoint."""
+
+from pathlib import Path
+
+import pytest
+from jobs import degrees, succeeded, train
+from ranks import Job, RankServer
+
+# Layout: processes, and torchtitan's options. A step has the same rows in all of them.
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "fsdp2": (2, []),
+    "fsdp4": (4, []),
+    "ddp2": (2, degrees(data_parallel_replicate=2, data_parallel_shard=1)),
+    "hsdp4": (4, degrees(data_parallel_replicate=2, data_parallel_shard=2)),
+    "tp2": (2, degrees(tensor_parallel=2)),
+    "cp2": (2, degrees(context_parallel=2)),
+    "pp2": (2, degrees(pipeline_parallel=2)),
+    "fsdp2_tp2": (4, degrees(tensor_parallel=2)),
+}
+EXPERT_LAYOUTS = {
+    "ep2": (2, degrees(expert_parallel=2)),
+    "ep4": (4, degrees(expert_parallel=4)),
+}
+# Rows of a step; a mixture of experts costs more a row.
+ROWS = {"llama3": 8, "deepseek_v3": 4}
+CASES = [("llama3", name) for name in LAYOUTS] + [("deepseek_v3", name) for name in LAYOUTS | EXPERT_LAYOUTS]
+STEPS = 3
+
+
+def _from_seed(seed: Path) -> list[str]:
+    return ["--checkpoint.enable", "--checkpoint.load-only", "--checkpoint.initial-load-path", str(seed)]
+
+
+@pytest.fixture(scope="module")
+def seeds(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A seed checkpoint of each model, made by torchtitan's own option."""
+    folders = {}
+    for model in ROWS:
+        folder = tmp_path_factory.mktemp(f"{model}-seed")
+        succeeded(
+            train(ranks, folder, "--checkpoint.enable", "--checkpoint.create-seed-checkpoint", model=model, batch=1)
+        )
+        folders[model] = folder / "checkpoint" / "step-0"
+    return folders
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankServer, seeds: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    return {
+        model: succeeded(
+            train(
+                ranks,
+                tmp_path_factory.mktemp(f"{model}-alone"),
+                *_from_seed(seeds[model]),
+                model=model,
+                batch=rows,
+                steps=STEPS,
+            )
+        )
+        for model, rows in ROWS.items()
+    }
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_every_loss_is_that_of_one_process(
+    ranks: RankServer, seeds: dict[str, Path], alone: dict[str, Job], tmp_path: Path, model: str, layout: str
+) -> None:
+    world_size, options = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    data_parallel = 1 if layout in ("tp2", "cp2", "pp2") else 2 if layout == "fsdp2_tp2" else world_size
+    job = succeeded(
+        train(
+            ranks,
+            tmp_path,
+            *options,
+            *_from_seed(seeds[model]),
+            model=model,
+            world_size=world_size,
+            batch=ROWS[model] // data_parallel,
+            steps=STEPS,
+        )
+    )
+    expected = alone[model].column("loss")
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert job.column("loss") == pytest.approx(expected, rel=2e-6)
+    # torch sums CPU gradient norms in float32, in an order that depends on the shards.
+    assert job.column("grad_norm") == pytest.approx(alone[model].column("grad_norm"), rel=5e-4)
+
+
+def test_initial_parameters_do_not_depend_on_the_layout(
+    ranks: RankServer, alone: dict[str, Job], tmp_path: Path
+) -> None:
+    """Without a seed checkpoint, from the random seed alone."""
+    one = succeeded(train(ranks, tmp_path / "one", steps=1))
+    four = succeeded(train(ranks, tmp_path / "four", *degrees(tensor_parallel=2), world_size=4, batch=4, steps=1))
+    assert one.column("loss") == pytest.approx({1: alone["llama3"].column("loss")[1]}, rel=2e-6)
+    assert four.column("loss") == pytest.approx(one.column("loss"), rel=2e-6)

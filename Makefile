@@ -13,10 +13,16 @@ PYTHON ?= $(shell for p in python3.11 python3; do command -v $$p >/dev/null && \
 UV_VERSION := 0.13.9
 UV = $(shell command -v uv || echo $(CACHE)/uv-$(UV_VERSION)/bin/uv)
 RUN = .venv/bin/
+# torch_npu has a file of its own: on a machine without CANN it breaks a plain `import torch`.
+PINS := wheelhouse/requirements.txt wheelhouse/requirements-npu.txt
 
 # torch_npu breaks a plain `import torch` on a machine without CANN; tests load it themselves.
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export UV_PYTHON_DOWNLOADS := never
+# Some machines forbid it, and every start of Python then compiles torch and torchtitan anew (20 s).
+export PYTHONDONTWRITEBYTECODE :=
+# The theme of the site announces the end of its own support on every build; nothing else does it silence.
+export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: help
 help: ## List the tasks
@@ -39,23 +45,25 @@ wheelhouse: tools
 	    mkdir -p $(CACHE)/wheels
 	    ln -sfn $(CACHE)/wheels wheelhouse/wheels
 	fi
-	if ! cmp -s wheelhouse/requirements.txt wheelhouse/wheels/.complete; then
+	if ! cat $(PINS) | cmp -s - wheelhouse/wheels/.complete; then
 	    echo "downloading the pinned wheels (about 3 GB the first time)"
 	    $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
-	        -r wheelhouse/requirements.txt -d wheelhouse/wheels 2> >(grep -v 'is ignored: it is neither' >&2)
-	    cp wheelhouse/requirements.txt wheelhouse/wheels/.complete
+	        $(PINS:%=-r %) -d wheelhouse/wheels 2> >(grep -v 'is ignored: it is neither' >&2)
+	    cat $(PINS) >wheelhouse/wheels/.complete
 	fi
 
 .PHONY: sync
 sync: wheelhouse ## Set up .venv with all packages and tools
-	@$(UV) sync --quiet --locked --offline --all-packages --python $(PYTHON)
+	@$(UV) sync --quiet --locked --offline --all-packages --compile-bytecode --python $(PYTHON)
 
 .PHONY: lock
 lock: tools ## Renew the pins: wheelhouse/requirements.txt and uv.lock
-	@$(UV) pip compile --quiet --no-config --universal --python-version 3.11 --no-python-downloads --generate-hashes \
+	@$(UV) pip compile --quiet --no-config --universal --python-version 3.11.5 --generate-hashes \
 	    --no-annotate --no-header --all-extras packages/*/pyproject.toml \
 	    --group pyproject.toml:dev --group pyproject.toml:docs \
-	    $(foreach p,$(PACKAGES),--no-emit-package $(p)) -o wheelhouse/requirements.txt
+	    $(foreach p,$(PACKAGES),--no-emit-package $(p)) -o wheelhouse/all.txt
+	awk '/^[^ ]/ { npu = /^torch-npu==/ } { print > (npu ? "wheelhouse/requirements-npu.txt" : "wheelhouse/requirements.txt") }' wheelhouse/all.txt
+	rm wheelhouse/all.txt
 	# uv resolves to the newest wheel that lies there, so those of earlier pins must go.
 	rm -f wheelhouse/wheels/*.whl wheelhouse/wheels/.complete
 	$(MAKE) wheelhouse
@@ -82,7 +90,7 @@ endif
 
 .PHONY: integration
 integration: sync ## Only the tests that need several processes or packages
-	@$(RUN)python -m pytest tests-integration
+	@$(RUN)python -m pytest tests-integration --durations=15
 
 .PHONY: lint
 lint: sync ## Check style, formatting and import rules

@@ -176,7 +176,8 @@ def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None]
         options=tuple(options),
         recipe=recipe_name,
         device=values.get("--device", "auto"),
-        data=values.get("--data", ""),
+        # Absolute, so that the run's own record of it holds from anywhere.
+        data=os.path.abspath(os.path.expanduser(values["--data"])) if values.get("--data") else "",
         dump_folder=folder,
         resume="--resume" in flags,
         verbose="--verbose" in flags,
@@ -185,7 +186,7 @@ def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None]
     return request, launch, inherited
 
 
-def _epilogue(request: RunRequest, recipe: Recipe) -> None:
+def _epilogue(request: RunRequest, recipe: Recipe, launch: Launch) -> None:
     """Show what the model writes, and what to try next."""
     from .checkpoints import latest
     from .console import say
@@ -193,25 +194,26 @@ def _epilogue(request: RunRequest, recipe: Recipe) -> None:
     from .worker import configure
 
     config, _ = configure(request)
-    newest = latest(Path(config.dump_folder) / config.checkpoint.folder)
+    folder = config.dump_folder
+    newest = latest(Path(folder) / config.checkpoint.folder)
     if newest is not None:
         for text in sample(config, newest.path, list(recipe.prompts), max_new_tokens=60):
-            say(f"\nsample of step {newest.step}:\n  " + text.strip().replace("\n", "\n  "))
+            say(f"\nsample of step {newest.step}:\n  " + re.sub(r"\n+", "\n  ", text.strip()))
     program = _program()
-    debug = program.replace("npu-train", "npu-debug")
-    folder, half = config.dump_folder, max(1, config.training.local_batch_size // 2)
-    say(
-        f"""
-next:
-  {program} run {recipe.name} --resume --training.steps {config.training.steps * 2}
-      continue this run for as long again
-  {debug} logs {folder} --plot loss.svg
-      summarise it and plot its loss
-  {program} run {recipe.name} --nproc 2 --training.local-batch-size {half}
-      the same on 2 processes
-  {program} sample --checkpoint {folder} --prompt "It was"
-      let it write"""
-    )
+    run = f"{program} run {recipe.name}"
+    again = "--resume" if folder in map(str, _runs_of(recipe.name)) else f"--dump-folder {folder} --resume"
+    half = config.training.local_batch_size // 2
+    steps = []
+    if newest is not None:
+        steps.append((f"{run} {again} --training.steps {config.training.steps * 2}", "continue for as long again"))
+    steps.append((f"{program.replace('npu-train', 'npu-debug')} logs {folder} --plot loss.svg", "plot its loss"))
+    if launch.in_process and half:
+        steps.append((f"{run} --nproc 2 --training.local-batch-size {half}", "the same on 2 processes"))
+    if newest is not None:
+        steps.append((f'{program} sample --checkpoint {folder} --prompt "It was"', "let it write"))
+    say("\nnext:")
+    for command, meaning in steps:
+        say(f"  {command}\n      {meaning}")
 
 
 def run(arguments: list[str]) -> int:
@@ -224,6 +226,8 @@ def run(arguments: list[str]) -> int:
         os.environ["NPU_TRAIN_DEBUG"] = "1"
     if request.verbose:
         os.environ["NPU_TRAIN_VERBOSE"] = "1"
+    # Threads that wait should not hold a core that somebody else could use. Read once, when torch loads its OpenMP.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from . import worker
     from .launch import single_process_environment, torchrun
 
@@ -238,7 +242,7 @@ def run(arguments: list[str]) -> int:
         code = torchrun(launch, [request.to_json()])
     recipe = RECIPES.get(request.recipe)
     if code == EXIT_DONE and recipe is not None and recipe.prompts and not launch.multi_node:
-        _epilogue(request, recipe)
+        _epilogue(request, recipe, launch)
     return code
 
 

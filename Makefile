@@ -38,18 +38,20 @@ tools:
 	    $(CACHE)/uv-$(UV_VERSION)/bin/python -m pip install --quiet --disable-pip-version-check $${from:-} uv==$(UV_VERSION)
 	fi
 
-# The wheels live in the user's cache, so that a second clone downloads nothing.
+# The wheels live in the user's cache, so that a second clone downloads nothing; other pins have another folder there,
+# because uv takes the newest wheel that it finds. An unpacked bundle is a folder of its own and is used as it is.
 .PHONY: wheelhouse
 wheelhouse: tools
-	@if ! test -e wheelhouse/wheels; then
-	    mkdir -p $(CACHE)/wheels
-	    ln -sfn $(CACHE)/wheels wheelhouse/wheels
+	@key=$$(cat $(PINS) | sha256sum | cut -c1-12)
+	if ! test -d wheelhouse/wheels || test -L wheelhouse/wheels; then
+	    mkdir -p $(CACHE)/wheels-$$key
+	    ln -sfn $(CACHE)/wheels-$$key wheelhouse/wheels
 	fi
-	if ! cat $(PINS) | cmp -s - wheelhouse/wheels/.complete; then
+	if ! test -e wheelhouse/wheels/.complete-$$key; then
 	    echo "downloading the pinned wheels (about 3 GB the first time)"
 	    $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
 	        $(PINS:%=-r %) -d wheelhouse/wheels 2> >(grep -v 'is ignored: it is neither' >&2)
-	    cat $(PINS) >wheelhouse/wheels/.complete
+	    touch wheelhouse/wheels/.complete-$$key
 	fi
 
 .PHONY: sync
@@ -64,8 +66,6 @@ lock: tools ## Renew the pins: wheelhouse/requirements.txt and uv.lock
 	    $(foreach p,$(PACKAGES),--no-emit-package $(p)) -o wheelhouse/all.txt
 	awk '/^[^ ]/ { npu = /^torch-npu==/ } { print > (npu ? "wheelhouse/requirements-npu.txt" : "wheelhouse/requirements.txt") }' wheelhouse/all.txt
 	rm wheelhouse/all.txt
-	# uv resolves to the newest wheel that lies there, so those of earlier pins must go.
-	rm -f wheelhouse/wheels/*.whl wheelhouse/wheels/.complete
 	$(MAKE) wheelhouse
 	$(UV) lock --offline --python $(PYTHON)
 

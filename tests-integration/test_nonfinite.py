@@ -10,12 +10,13 @@ CHECKPOINTS = ["--checkpoint.enable", "--checkpoint.interval", "2"]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"),
-    [(1, []), (2, []), (2, degrees(pipeline_parallel=2)), (2, degrees(tensor_parallel=2))],
+    # A pipeline calls the module once a microbatch.
+    ("world_size", "options", "good_calls"),
+    [(1, [], 4), (2, [], 4), (2, degrees(pipeline_parallel=2), 8), (2, degrees(tensor_parallel=2), 4)],
     ids=["one", "fsdp2", "pp2", "tp2"],
 )
 def test_the_first_bad_module_is_named_and_the_good_checkpoint_kept(
-    ranks: RankServer, tmp_path: Path, world_size: int, options: list[str]
+    ranks: RankServer, tmp_path: Path, world_size: int, options: list[str], good_calls: int
 ) -> None:
     job = train(
         ranks,
@@ -23,7 +24,7 @@ def test_the_first_bad_module_is_named_and_the_good_checkpoint_kept(
         *CHECKPOINTS,
         *options,
         "--override.imports",
-        "faults.nan_after_some_calls",
+        f'faults.nan_after_some_calls={{"good_calls": {good_calls}}}',
         world_size=world_size,
         batch=2,
         steps=9,
@@ -49,8 +50,12 @@ def test_divergence_from_a_huge_learning_rate(ranks: RankServer, tmp_path: Path)
     assert "There is no checkpoint of this run yet" in job.output
 
 
-def test_an_infinite_gradient_is_not_applied(ranks: RankServer, tmp_path: Path) -> None:
-    job = train(ranks, tmp_path, "--override.imports", "faults.infinite_gradient", batch=2, steps=9)
-    assert job.codes == [1]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_infinite_gradient_is_not_applied(ranks: RankServer, tmp_path: Path, world_size: int) -> None:
+    """With two ranks only one of them holds the infinite element; both must stop."""
+    fault = ["--override.imports", "faults.infinite_gradient"]
+    job = train(ranks, tmp_path, *fault, world_size=world_size, batch=2, steps=9)
+    assert set(job.codes) == {1}
+    assert job.output.count("stopped at step 1") == 1
     assert "is not finite" in job.output
     assert "layers.1.feed_forward.w2.weight" in job.output

@@ -21,10 +21,12 @@ EXPERT_LAYOUTS = {
     "ep2": (2, degrees(expert_parallel=2)),
     "ep4": (4, degrees(expert_parallel=4)),
 }
-# Rows of a step; a mixture of experts costs more a row.
-ROWS = {"llama3": 8, "deepseek_v3": 4}
+MODELS = ("llama3", "deepseek_v3")
+# Rows of a step.
+ROWS = 4
 CASES = [("llama3", name) for name in LAYOUTS] + [("deepseek_v3", name) for name in LAYOUTS | EXPERT_LAYOUTS]
-STEPS = 3
+# The experts compute in bfloat16, which many CPUs do slowly. The second loss already depends on the first update.
+STEPS = {"llama3": 3, "deepseek_v3": 2}
 
 
 def _from_seed(seed: Path) -> list[str]:
@@ -35,7 +37,7 @@ def _from_seed(seed: Path) -> list[str]:
 def seeds(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A seed checkpoint of each model, made by torchtitan's own option."""
     folders = {}
-    for model in ROWS:
+    for model in MODELS:
         folder = tmp_path_factory.mktemp(f"{model}-seed")
         succeeded(
             train(ranks, folder, "--checkpoint.enable", "--checkpoint.create-seed-checkpoint", model=model, batch=1)
@@ -53,11 +55,11 @@ def alone(ranks: RankServer, seeds: dict[str, Path], tmp_path_factory: pytest.Te
                 tmp_path_factory.mktemp(f"{model}-alone"),
                 *_from_seed(seeds[model]),
                 model=model,
-                batch=rows,
-                steps=STEPS,
+                batch=ROWS,
+                steps=STEPS[model],
             )
         )
-        for model, rows in ROWS.items()
+        for model in MODELS
     }
 
 
@@ -75,12 +77,12 @@ def test_every_loss_is_that_of_one_process(
             *_from_seed(seeds[model]),
             model=model,
             world_size=world_size,
-            batch=ROWS[model] // data_parallel,
-            steps=STEPS,
+            batch=ROWS // data_parallel,
+            steps=STEPS[model],
         )
     )
     expected = alone[model].column("loss")
-    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert sorted(expected) == list(range(1, STEPS[model] + 1))
     assert job.column("loss") == pytest.approx(expected, rel=2e-6)
     # torch sums CPU gradient norms in float32, in an order that depends on the shards.
     assert job.column("grad_norm") == pytest.approx(alone[model].column("grad_norm"), rel=5e-4)
@@ -90,7 +92,9 @@ def test_initial_parameters_do_not_depend_on_the_layout(
     ranks: RankServer, alone: dict[str, Job], tmp_path: Path
 ) -> None:
     """Without a seed checkpoint, from the random seed alone."""
-    one = succeeded(train(ranks, tmp_path / "one", steps=1))
-    four = succeeded(train(ranks, tmp_path / "four", *degrees(tensor_parallel=2), world_size=4, batch=4, steps=1))
+    one = succeeded(train(ranks, tmp_path / "one", batch=ROWS, steps=1))
+    four = succeeded(
+        train(ranks, tmp_path / "four", *degrees(tensor_parallel=2), world_size=4, batch=ROWS // 2, steps=1)
+    )
     assert one.column("loss") == pytest.approx({1: alone["llama3"].column("loss")[1]}, rel=2e-6)
     assert four.column("loss") == pytest.approx(one.column("loss"), rel=2e-6)

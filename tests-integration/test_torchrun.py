@@ -27,7 +27,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout
     assert "dp_shard 2" in done.stdout
     assert "sample of step 2" in done.stdout
-    assert "npu-train run quickstart --resume --training.steps 4" in done.stdout
+    assert "npu-train run quickstart --device cpu --nproc 2 --resume --training.steps 4" in done.stdout
     return folder / "outputs" / "quickstart"
 
 
@@ -38,13 +38,13 @@ def test_nproc(two_processes: Path) -> None:
 def test_users_own_torchrun(two_processes: Path, tmp_path: Path) -> None:
     done = run(
         *("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "npu_train", "run", "quickstart"),
-        *("--training.steps", "2"),
+        *("--training.steps", "2", "--dump-folder", "run"),
         *SHORT,
         cwd=tmp_path,
         OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stdout
-    assert losses(tmp_path / "outputs" / "quickstart") == losses(two_processes)
+    assert losses(tmp_path / "run") == losses(two_processes)
 
 
 def test_two_nodes(two_processes: Path, tmp_path: Path) -> None:

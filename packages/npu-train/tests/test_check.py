@@ -89,6 +89,27 @@ CASES = {
         ["--training.global-batch-size", "16"],
     ),
     "steps": (["quickstart", "--training.steps", "0"], ["--training.steps is 0"]),
+    "chunks": (["quickstart", "--loss.num-chunks", "0"], ["--loss.num-chunks is 0"]),
+    "no global batch": (["quickstart", "--training.global-batch-size", "0"], ["--training.global-batch-size is 0"]),
+    "log frequency": (["quickstart", "--metrics.log-freq", "0"], ["--metrics.log-freq is 0"]),
+    "validation frequency": (["quickstart", "--validator.freq", "0"], ["--validator.freq is 0"]),
+    "validation data for one batch": (
+        ["quickstart", "--validator.steps", "-1", "--training.local-batch-size", "512"],
+        ["validation: ", "do not fill a batch of 512 rows"],
+    ),
+    "what to exclude": (["quickstart", "--checkpoint.exclude-from-loading", "optimiser"], ["no part 'optimiser'"]),
+    "seed checkpoint without checkpoints": (
+        [*LLAMA, "--checkpoint.create-seed-checkpoint"],
+        ["--checkpoint.create-seed-checkpoint needs checkpoints"],
+    ),
+    "seed checkpoint of several processes": (
+        ["quickstart", "--nproc", "2", "--training.local-batch-size", "4", "--checkpoint.create-seed-checkpoint"],
+        ["Run it with --nproc 1"],
+    ),
+    "data for another kind of training": (
+        ["--module", "llama3", "--config", "sft_debugmodel", "--data", "x.txt"],
+        ["--data is for training on plain text", "ChatDataLoader"],
+    ),
     "no such checkpoint": (
         ["quickstart", "--checkpoint.load-step", "7"],
         ["no checkpoint of step 7", "Whole ones there: none"],
@@ -97,7 +118,7 @@ CASES = {
         ["quickstart", "--checkpoint.initial-load-path", "/no/such/step-0"],
         ["there is no folder /no/such/step-0"],
     ),
-    "checkpoints off": ([*LLAMA, "--resume"], ["Add --checkpoint.enable"]),
+    "checkpoints off": ([*LLAMA, "--resume"], ["--resume needs checkpoints", "Add --checkpoint.enable"]),
     "output folder": (
         ["quickstart", "--dump-folder", "/proc/x"],
         ["output folder /proc/x", "--dump-folder"],
@@ -173,6 +194,32 @@ def test_a_checkpoint_cut_short(refused, in_tmp: Path) -> None:
         assert "step-10" in error
         assert "is cut short (100 of at least" in error
         assert "Whole ones there: 5" in error
+
+
+def _save(state: dict, path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def test_weights_alone_cannot_be_continued(refused) -> None:
+    _save({"w": torch.ones(10)}, "run/checkpoint/step-10")
+    error = refused("quickstart", "--dump-folder", "run", "--resume")
+    assert "holds only weights" in error
+    assert "--checkpoint.initial-load-path" in error
+
+
+def test_a_folder_that_torchtitan_would_mistake_for_a_checkpoint(refused) -> None:
+    _save({"w": torch.ones(10), "train_state": {"step": torch.tensor(5)}}, "run/checkpoint/step-5")
+    Path("run/checkpoint/step-10.damaged").mkdir()
+    assert "step-10.damaged looks like a checkpoint to torchtitan" in refused("quickstart", "--dump-folder", "run")
+
+
+def test_an_unfinished_checkpoint_does_not_hide_a_missing_initial_one(refused) -> None:
+    Path("run/checkpoint/step-10").mkdir(parents=True)
+    arguments = ["quickstart", "--dump-folder", "run", "--checkpoint.initial-load-path", "/no/such"]
+    assert "there is no folder /no/such" in refused(*arguments)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

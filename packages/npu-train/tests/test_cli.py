@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from npu_train import __version__, cli
+from npu_train.errors import InputError
 from npu_train.recipes import RECIPES
 
 
@@ -82,7 +83,34 @@ def test_each_new_run_of_a_recipe_has_its_own_folder(in_tmp: Path) -> None:
     assert folder("--dump-folder", "mine") == "mine"
 
 
+def test_torchruns_own_names_are_understood() -> None:
+    request, launch, *_ = cli._read_request(["quickstart", "--nproc-per-node", "3", "--nnodes", "1", "--role", "x"])
+    assert (launch.nproc, launch.torchrun, launch.multi_node) == ("3", ("--nnodes", "1", "--role", "x"), False)
+    assert (launch.world_size, request.options) == (3, ())
+
+
+def test_two_runs_started_at_once_do_not_share_a_folder(in_tmp: Path) -> None:
+    first, second = (cli._read_request(["quickstart"])[0].dump_folder for _ in range(2))
+    assert first == second
+    cli._claim(first)
+    with pytest.raises(InputError, match="another run has just taken outputs/quickstart"):
+        cli._claim(second)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--training.steps", "5", "--a", "1"], ["--a", "1"]),
+        (["--a", "--training.steps=5"], ["--a"]),
+        (["--training.seq_len", "5"], ["--training.seq_len", "5"]),
+    ],
+)
+def test_options_that_are_repeated_in_the_next_command(options: list[str], left: list[str]) -> None:
+    assert cli._without_steps(tuple(options)) == left
+
+
 BAD = {
+    "empty value": (["run", "quickstart", "--data", ""], "the value of --data is empty"),
     "no arguments": ([], "usage"),
     "command": (["trian"], "unknown command 'trian'. Near matches: "),
     "nothing to train": (["run", "--nproc", "2"], "give a recipe"),

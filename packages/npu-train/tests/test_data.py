@@ -206,7 +206,7 @@ BAD_FILES = {
     "short.txt": (b"ab", "too short"),
     "data.csv": (b"a,b", r"'\.csv' files are not read"),
     "list.jsonl": (b"[1, 2]\n", "line 1: no text under 'text'"),
-    "other.jsonl": (b'{"body": "x", "id": 1}\n', r"it has: body, id.*--dataloader.text-field"),
+    "other.jsonl": (b'{"body": "x", "id": 1}\n', r"it has: body, id.*--text-field"),
     "broken.parquet": (b"PAR1 not really", "not a readable parquet file"),
 }
 

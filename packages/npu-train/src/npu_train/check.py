@@ -3,7 +3,8 @@
 Import only after ``device.select_device``: this module imports torchtitan.
 """
 
-import os
+import re
+import tempfile
 from pathlib import Path
 
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
@@ -19,6 +20,7 @@ from npu_parallel.layout import Layout, ModelShape
 from npu_parallel.layout import check as check_layout
 
 from . import checkpoints
+from .checkpoints import is_step_name
 from .data import TextDataLoader, data_files, tokenize, too_short
 from .errors import InputError
 
@@ -88,7 +90,14 @@ def _check_sizes(config: Trainer.Config) -> list[str]:
         "--training.steps": config.training.steps,
         "--training.seq-len": config.training.seq_len,
         "--training.local-batch-size": config.training.local_batch_size,
+        "--metrics.log-freq": config.metrics.log_freq,
     }
+    if config.training.global_batch_size >= 0:
+        sizes["--training.global-batch-size"] = config.training.global_batch_size
+    if isinstance(config.loss, ChunkedLossWrapper.Config):
+        sizes["--loss.num-chunks"] = config.loss.num_chunks
+    if config.validator.enable:
+        sizes["--validator.freq"] = config.validator.freq
     return [f"{name} is {value}; it must be at least 1." for name, value in sizes.items() if value < 1]
 
 
@@ -101,7 +110,11 @@ def _check_lengths(config: Trainer.Config) -> list[str]:
             f"{local_length} tokens. Use a multiple of {loss.num_chunks} tokens a context-parallel rank, or change "
             "--loss.num-chunks."
         )
-    longest = getattr(config.model_spec.model, "max_seq_len", None)
+    try:
+        longest = getattr(config.model_spec.model, "max_seq_len", None)
+    except ValueError:
+        # A decoder without rotary positions has no such limit.
+        longest = None
     if longest and config.training.seq_len > longest:
         problems.append(
             f"--training.seq-len is {config.training.seq_len}, but the model's positions end at {longest}. "
@@ -168,7 +181,16 @@ def _load_tokenizer(config: Trainer.Config) -> tuple[BaseTokenizer | None, list[
     ]
 
 
-def _check_tokenizer_and_data(config: Trainer.Config) -> list[str]:
+def _data_parallel(config: Trainer.Config, world_size: int | None) -> int:
+    others = (
+        config.parallelism.tensor_parallel_degree
+        * config.parallelism.context_parallel_degree
+        * config.parallelism.pipeline_parallel_degree
+    )
+    return max(1, (world_size or 1) // max(1, others))
+
+
+def _check_tokenizer_and_data(config: Trainer.Config, world_size: int | None) -> list[str]:
     tokenizer, problems = _load_tokenizer(config)
     folder = Path(config.hf_assets_path)
     loaders = {"": config.dataloader}
@@ -192,8 +214,10 @@ def _check_tokenizer_and_data(config: Trainer.Config) -> list[str]:
         except InputError as error:
             problems += [prefix + problem for problem in error.problems]
             continue
-        if tokens.rows(config.training.seq_len) < 1:
-            problems.append(prefix + too_short(loader.dataset_path, len(tokens.tokens), config.training.seq_len, 1))
+        infinite = loader.infinite if not prefix else config.validator.steps != -1
+        rows = 1 if infinite else config.training.local_batch_size * _data_parallel(config, world_size)
+        if tokens.rows(config.training.seq_len) < rows:
+            problems.append(prefix + too_short(loader.dataset_path, len(tokens.tokens), config.training.seq_len, rows))
     return problems
 
 
@@ -204,9 +228,8 @@ def _check_output(folder: Path) -> list[str]:
     if not existing.is_dir():
         return [f"the output folder {folder} cannot be made: {existing} is a file. Choose another --dump-folder."]
     try:
-        probe = existing / f".npu-train-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=existing):
+            pass
     except OSError as error:
         return [
             f"the output folder {folder} cannot be written ({existing}: {error.strerror}). "
@@ -215,48 +238,83 @@ def _check_output(folder: Path) -> list[str]:
     return []
 
 
-def _check_checkpoints(config: Trainer.Config, resume: bool) -> list[str]:
+def _check_checkpoints(config: Trainer.Config, world_size: int | None, resume: bool) -> list[str]:
     checkpoint = config.checkpoint
-    if not isinstance(checkpoint, CheckpointManager.Config) or not (checkpoint.enable or resume):
-        if resume or checkpoint.load_step != -1:
-            return ["a checkpoint is asked for, but checkpoints are off. Add --checkpoint.enable."]
-        return _check_initial(checkpoint)
     if not checkpoint.enable:
-        return ["--resume needs checkpoints. Add --checkpoint.enable."]
+        asked = {
+            "--resume": resume,
+            "--checkpoint.load-step": checkpoint.load_step != -1,
+            "--checkpoint.create-seed-checkpoint": checkpoint.create_seed_checkpoint,
+        }
+        return [
+            f"{name} needs checkpoints, which are off. Add --checkpoint.enable." for name, on in asked.items() if on
+        ]
+    if not isinstance(checkpoint, CheckpointManager.Config):
+        return []
+    if checkpoint.create_seed_checkpoint and world_size not in (None, 1):
+        return ["--checkpoint.create-seed-checkpoint makes an unsharded checkpoint. Run it with --nproc 1."]
+    known = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+    unknown = [name for name in checkpoint.exclude_from_loading if name not in known]
+    problems = [
+        f"--checkpoint.exclude-from-loading: there is no part '{name}'. Choose among: {', '.join(known)}."
+        for name in unknown
+    ]
     folder = Path(config.dump_folder) / checkpoint.folder
     found = checkpoints.find_checkpoints(folder)
     whole = [c for c in found if c.complete]
     steps = ", ".join(str(c.step) for c in whole) or "none"
+    # torchtitan takes "step-7" anywhere in a name for the checkpoint of step 7, and then does not find it.
+    astray = [p.name for p in folder.glob("*step-*") if re.search(r"step-\d", p.name) and not is_step_name(p.name)]
+    problems += [
+        f"{folder / name} looks like a checkpoint to torchtitan, but is not called step-N. Move it out of {folder}."
+        for name in astray
+    ]
     if checkpoint.load_step != -1:
         wanted = next((c for c in found if c.step == checkpoint.load_step), None)
         if wanted is None:
-            return [
+            problems.append(
                 f"no checkpoint of step {checkpoint.load_step} in {folder}. Whole ones there: {steps}. "
                 "Choose one with --checkpoint.load-step, or leave it out for the newest."
-            ]
-        if not wanted.complete:
-            return [f"the checkpoint {wanted.path} cannot be loaded: {wanted.problem}. Whole ones there: {steps}."]
-        return []
-    if resume and not whole:
-        return [
+            )
+        elif not wanted.complete:
+            problems.append(
+                f"the checkpoint {wanted.path} cannot be loaded: {wanted.problem}. Whole ones there: {steps}."
+            )
+        return problems + (_check_loadable(wanted, checkpoint) if wanted and wanted.complete else [])
+    finished = [c for c in found if c.complete or c.damaged]
+    if finished and finished[-1].damaged:
+        newest = finished[-1]
+        problems.append(
+            f"the checkpoint {newest.path} is damaged: {newest.problem}. Whole ones there: {steps}. "
+            f"Delete it or move it out of {folder}"
+            + (f", or add --checkpoint.load-step {whole[-1].step}." if whole else " to start over.")
+        )
+    elif finished:
+        problems += _check_loadable(finished[-1], checkpoint)
+    elif resume:
+        problems.append(
             f"--resume: no whole checkpoint in {folder}. Start without --resume, or name the run's folder with "
             "--dump-folder."
-        ]
-    # torchtitan takes the newest folder that has its metadata; one that has it and is cut short would fail on loading.
-    finished = [c for c in found if c.complete or c.damaged]
-    if finished and not finished[-1].complete:
-        newest = finished[-1]
-        return [
-            f"the checkpoint {newest.path} is damaged: {newest.problem}. Whole ones there: {steps}. "
-            f"Delete or move {newest.path.name} away"
-            + (f", or add --checkpoint.load-step {whole[-1].step}." if whole else " to start over.")
-        ]
-    return [] if found else _check_initial(checkpoint)
+        )
+    else:
+        problems += _check_initial(checkpoint)
+    return problems
+
+
+def _check_loadable(found: checkpoints.Checkpoint, checkpoint: CheckpointManager.Config) -> list[str]:
+    """A run can be continued only from more than the weights, or from the weights of step 0."""
+    needed = {"optimizer", "lr_scheduler", "dataloader", "train_state"} - set(checkpoint.exclude_from_loading)
+    if found.step == 0 or not needed or not checkpoints.holds_weights_only(found.path):
+        return []
+    return [
+        f"the checkpoint {found.path} holds only weights, so a run cannot be continued from it. Start a new one from "
+        f"them: --checkpoint.initial-load-path {found.path.resolve()} with another --dump-folder."
+    ]
 
 
 def _check_initial(checkpoint: BaseCheckpointManager.Config) -> list[str]:
     path = checkpoint.initial_load_path
-    if not checkpoint.enable or not path or "://" in path:
+    if not path or "://" in path:
         return []
     if not Path(path).is_dir():
         return [f"--checkpoint.initial-load-path: there is no folder {path}. Name the step-N folder of a checkpoint."]
@@ -284,7 +342,7 @@ def check(config: Trainer.Config, device_type: str, world_size: int | None, *, r
         problems
         + _check_device(config, device_type)
         + _check_overrides(config)
-        + (_check_tokenizer_and_data(config) if config.training.seq_len > 0 else [])
+        + (_check_tokenizer_and_data(config, world_size) if config.training.seq_len > 0 else [])
         + _check_output(Path(config.dump_folder))
-        + _check_checkpoints(config, resume)
+        + _check_checkpoints(config, world_size, resume)
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # What is written last; torchtitan takes a folder that has one of them for a checkpoint.
-_INDEX_FILES = (".metadata", "model.safetensors.index.json")
+INDEX_FILES = (".metadata", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,21 @@ def inspect(path: str | Path) -> str | None:
     return "it was not finished (no .metadata)"
 
 
+def holds_weights_only(path: str | Path) -> bool:
+    """Whether a whole checkpoint lacks the state of the run: safetensors, or a final checkpoint of the model alone."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    if not (Path(path) / ".metadata").is_file():
+        return True
+    return not any(
+        name.startswith("train_state") for name in FileSystemReader(path).read_metadata().state_dict_metadata
+    )
+
+
+def is_step_name(name: str) -> bool:
+    return re.fullmatch(r"step-\d+", name) is not None
+
+
 def find_checkpoints(folder: str | Path) -> list[Checkpoint]:
     """The checkpoints in ``folder``, oldest step first, finished or not."""
     folder = Path(folder)
@@ -92,11 +107,10 @@ def find_checkpoints(folder: str | Path) -> list[Checkpoint]:
         return []
     found = []
     for path in folder.iterdir():
-        match = re.fullmatch(r"step-(\d+)", path.name)
-        if match and path.is_dir():
+        if is_step_name(path.name) and path.is_dir():
             problem = inspect(path)
-            damaged = problem is not None and any((path / name).is_file() for name in _INDEX_FILES)
-            found.append(Checkpoint(int(match.group(1)), path, problem, damaged))
+            damaged = problem is not None and any((path / name).is_file() for name in INDEX_FILES)
+            found.append(Checkpoint(int(path.name[5:]), path, problem, damaged))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 

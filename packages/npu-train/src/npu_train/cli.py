@@ -1,18 +1,18 @@
 """The ``npu-train`` command. Heavy imports happen inside the command that needs them, so that help is immediate."""
 
 import argparse
-import difflib
+import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from . import __version__
-from .errors import EXIT_DONE, InputError, RunFailed, report
+from .errors import EXIT_DONE, EXIT_PROBLEM, InputError, RunFailed, near, report
 from .launch import TORCHRUN_OPTIONS, Launch, inherited_world_size
 from .recipes import RECIPES, Recipe
 from .request import RunRequest
@@ -40,6 +40,7 @@ usage: npu-train run RECIPE [options] [torchtitan options]
 
 options:
   --data FILE          train on your own .txt, .jsonl or .parquet file, or a folder of them
+  --text-field NAME    field of a .jsonl line or column of a .parquet file that holds the text (default: text)
   --nproc N            processes on this machine, started by torchrun (default 1)
   --device DEVICE      auto (NPU, else CUDA, else CPU), npu, cuda or cpu
   --dump-folder DIR    the run's folder (default for a recipe: the next free outputs/RECIPE)
@@ -55,7 +56,8 @@ torchtitan's options follow its own command line, for example --training.steps 5
 npu-train run RECIPE --help lists them all.
 """
 
-_OWN_VALUES = ("--module", "--config", "--nproc", "--device", "--data", "--dump-folder")
+_OWN_VALUES = ("--module", "--config", "--nproc", "--device", "--data", "--text-field", "--dump-folder")
+_ALIASES = {"--nproc-per-node": "--nproc"}
 _OWN_FLAGS = ("--resume", "--verbose", "--debug")
 
 
@@ -73,10 +75,6 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{message}. npu-train {self.prog.split()[-1]} --help explains the options.")
 
 
-def _near(word: str, known: Sequence[str]) -> str:
-    return ", ".join(difflib.get_close_matches(word, known, n=3, cutoff=0.3) or sorted(known))
-
-
 def _split(arguments: list[str]) -> tuple[str, dict[str, str], set[str], list[str], list[str]]:
     """Separate the recipe, our options, torchrun's and torchtitan's."""
     recipe, values, flags, torchrun, options = "", {}, set(), [], []
@@ -88,11 +86,14 @@ def _split(arguments: list[str]) -> tuple[str, dict[str, str], set[str], list[st
         name, equals, value = argument.partition("=")
         # torchtitan's options may be written with underscores; so may ours.
         name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+        name = _ALIASES.get(name, name)
         takes_value = name in _OWN_VALUES or TORCHRUN_OPTIONS.get(name, False)
         if takes_value and not equals:
             if not queue or queue[0].startswith("--"):
                 raise InputError(f"{name} needs a value. npu-train run --help explains it.")
             value = queue.pop(0)
+        if takes_value and not value:
+            raise InputError(f"the value of {name} is empty. Is a shell variable not set?")
         if name in _OWN_VALUES:
             values[name] = value
         elif name in _OWN_FLAGS and not equals:
@@ -104,15 +105,11 @@ def _split(arguments: list[str]) -> tuple[str, dict[str, str], set[str], list[st
     return recipe, values, flags, torchrun, options
 
 
-def _runs_of(recipe: str) -> list[Path]:
-    """Folders of earlier runs of a recipe, oldest first."""
+def _runs_of(recipe: str) -> list[tuple[int, Path]]:
+    """Earlier runs of a recipe as (number, folder), oldest first."""
     pattern = re.compile(rf"{re.escape(recipe)}(?:-(\d+))?")
-    found = [
-        (int(match.group(1) or 1), path)
-        for path in Path("outputs").glob("*")
-        if (match := pattern.fullmatch(path.name)) and path.is_dir()
-    ]
-    return [path for _, path in sorted(found)]
+    found = ((pattern.fullmatch(path.name), path) for path in Path("outputs").glob("*") if path.is_dir())
+    return sorted((int(match.group(1) or 1), path) for match, path in found if match)
 
 
 def _dump_folder(recipe: str, values: dict[str, str], resume: bool, launch: Launch, inherited: int | None) -> str:
@@ -125,17 +122,25 @@ def _dump_folder(recipe: str, values: dict[str, str], resume: bool, launch: Laun
     if resume:
         if not runs:
             raise InputError(f"--resume: there is no run in outputs/{recipe} yet. Start one without --resume.")
-        return str(runs[-1])
+        return str(runs[-1][1])
     if inherited is not None and inherited > 1:
-        # The processes of a job could not agree on the next free name.
-        return f"outputs/{recipe}"
-    if not runs:
-        return f"outputs/{recipe}"
-    last = re.fullmatch(r".*?-(\d+)", runs[-1].name.removeprefix(recipe) or "-1")
-    return f"outputs/{recipe}-{int(last.group(1)) + 1}"
+        raise InputError(
+            "the processes of a job that torchrun started cannot agree on a new folder by themselves: name it with "
+            "--dump-folder."
+        )
+    return f"outputs/{recipe}-{runs[-1][0] + 1}" if runs else f"outputs/{recipe}"
 
 
-def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None]:
+def _claim(folder: str) -> None:
+    """Take a new run's folder; another run that was started at the same moment must not write to it too."""
+    try:
+        Path(folder).mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(f"another run has just taken {folder}. Start again.") from None
+
+
+def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None, bool]:
+    """The request, how to start it, the world size that a launcher has set already, and whether its folder is new."""
     recipe_name, values, flags, torchrun, options = _split(arguments)
     problems = []
     module, config = values.get("--module", ""), values.get("--config", "")
@@ -143,7 +148,7 @@ def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None]
         problems.append(f"both a recipe ({recipe_name}) and --module/--config are given. Give one of them.")
     elif recipe_name and recipe_name not in RECIPES:
         problems.append(
-            f"unknown recipe '{recipe_name}'. Near matches: {_near(recipe_name, list(RECIPES))}. "
+            f"unknown recipe '{recipe_name}'. Near matches: {near(recipe_name, list(RECIPES))}. "
             "npu-train recipes lists them all."
         )
     elif recipe_name:
@@ -178,12 +183,25 @@ def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None]
         device=values.get("--device", "auto"),
         # Absolute, so that the run's own record of it holds from anywhere.
         data=os.path.abspath(os.path.expanduser(values["--data"])) if values.get("--data") else "",
+        text_field=values.get("--text-field", ""),
         dump_folder=folder,
         resume="--resume" in flags,
         verbose="--verbose" in flags,
         debug="--debug" in flags,
     )
-    return request, launch, inherited
+    # A folder that the user named may hold a run to go on with, or be shared by several nodes.
+    return request, launch, inherited, bool(recipe_name) and not request.resume and "--dump-folder" not in values
+
+
+def _without_steps(options: tuple[str, ...]) -> list[str]:
+    """torchtitan's options less ``--training.steps``."""
+    kept = list(options)
+    for i, option in enumerate(options):
+        name = option.partition("=")[0].replace("_", "-")
+        if name == "--training.steps":
+            del kept[i : i + (1 if "=" in option else 2)]
+            break
+    return kept
 
 
 def _epilogue(request: RunRequest, recipe: Recipe, launch: Launch) -> None:
@@ -197,23 +215,31 @@ def _epilogue(request: RunRequest, recipe: Recipe, launch: Launch) -> None:
     folder = config.dump_folder
     newest = latest(Path(folder) / config.checkpoint.folder)
     if newest is not None:
-        for text in sample(config, newest.path, list(recipe.prompts), max_new_tokens=60):
-            say(f"\nsample of step {newest.step}:\n  " + re.sub(r"\n+", "\n  ", text.strip()))
+        try:
+            for text in sample(config, newest.path, list(recipe.prompts), max_new_tokens=60):
+                say(f"\nsample of step {newest.step}:\n  " + re.sub(r"\n+", "\n  ", text.strip()))
+        except InputError as error:
+            say(f"note: no sample: {error}")
     program = _program()
-    run = f"{program} run {recipe.name}"
-    again = "--resume" if folder in map(str, _runs_of(recipe.name)) else f"--dump-folder {folder} --resume"
-    half = config.training.local_batch_size // 2
-    steps = []
+    data = ["--data", request.data] if request.data else []
+    data += ["--text-field", request.text_field] if request.text_field else []
+    device = ["--device", request.device] if request.device != "auto" else []
+    same = [program, "run", recipe.name, *data, *device]
+    steps = ["--training.steps", str(config.training.steps * 2)]
+    suggestions = [([program.replace("npu-train", "npu-debug"), "logs", folder, "--plot", "loss.svg"], "plot its loss")]
     if newest is not None:
-        steps.append((f"{run} {again} --training.steps {config.training.steps * 2}", "continue for as long again"))
-    steps.append((f"{program.replace('npu-train', 'npu-debug')} logs {folder} --plot loss.svg", "plot its loss"))
-    if launch.in_process and half:
-        steps.append((f"{run} --nproc 2 --training.local-batch-size {half}", "the same on 2 processes"))
-    if newest is not None:
-        steps.append((f'{program} sample --checkpoint {folder} --prompt "It was"', "let it write"))
+        runs = _runs_of(recipe.name)
+        where = [] if runs and folder == str(runs[-1][1]) else ["--dump-folder", folder]
+        layout = [] if launch.in_process else ["--nproc", launch.nproc, *launch.torchrun]
+        again = [*same, *layout, *where, "--resume", *steps, *_without_steps(request.options)]
+        suggestions.insert(0, (again, "continue for as long again"))
+        suggestions.append(([program, "sample", "--checkpoint", folder, "--prompt", "It was"], "let it write"))
+    if launch.in_process and not request.options and config.training.local_batch_size > 1:
+        half = str(config.training.local_batch_size // 2)
+        suggestions.append(([*same, "--nproc", "2", "--training.local-batch-size", half], "the same on 2 processes"))
     say("\nnext:")
-    for command, meaning in steps:
-        say(f"  {command}\n      {meaning}")
+    for command, meaning in suggestions:
+        say(f"  {shlex.join(command)}\n      {meaning}")
 
 
 def run(arguments: list[str]) -> int:
@@ -221,9 +247,7 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(RUN_HELP.format(torchrun="\n  ".join(_wrapped(list(TORCHRUN_OPTIONS)))))
         return EXIT_DONE if arguments else 2
-    request, launch, inherited = _read_request(arguments)
-    if request.debug:
-        os.environ["NPU_TRAIN_DEBUG"] = "1"
+    request, launch, inherited, new = _read_request(arguments)
     if request.verbose:
         os.environ["NPU_TRAIN_VERBOSE"] = "1"
     # Threads that wait should not hold a core that somebody else could use. Read once, when torch loads its OpenMP.
@@ -233,12 +257,15 @@ def run(arguments: list[str]) -> int:
 
     if inherited is not None:
         return worker.guarded(request, inherited)
+    # Everything is checked before a process starts or a folder is made; torchrun's processes check again what only they
+    # can see.
     if launch.in_process:
         single_process_environment()
-        code = worker.guarded(request, 1)
+        code = worker.guarded(request, 1, claim=functools.partial(_claim, request.dump_folder) if new else None)
     else:
-        # Everything is checked once here, before a process starts; the processes check again what only they can see.
         worker.prepare(request, launch.world_size, announce=False)
+        if new:
+            _claim(request.dump_folder)
         code = torchrun(launch, [request.to_json()])
     recipe = RECIPES.get(request.recipe)
     if code == EXIT_DONE and recipe is not None and recipe.prompts and not launch.multi_node:
@@ -347,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_DONE
     try:
         if arguments[0] not in COMMANDS:
-            raise InputError(f"unknown command '{arguments[0]}'. Near matches: {_near(arguments[0], list(COMMANDS))}.")
+            raise InputError(f"unknown command '{arguments[0]}'. Near matches: {near(arguments[0], list(COMMANDS))}.")
         return COMMANDS[arguments[0]](arguments[1:])
     except (InputError, RunFailed) as error:
         if "--debug" in arguments:
@@ -357,3 +384,12 @@ def main(argv: list[str] | None = None) -> int:
         # The reader (head, less) has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
+    except KeyboardInterrupt:
+        print("npu-train: interrupted.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        told = f"npu-train: failed: {type(error).__name__}: {error}"
+        print(f"{told} (run again with --debug for the traceback)", file=sys.stderr)
+        return EXIT_PROBLEM

@@ -5,7 +5,6 @@ Import only after ``device.select_device``: this module imports torchtitan.
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -32,7 +31,7 @@ import npu_parallel.gloo
 from npu_parallel.init import layout_independent_init
 
 from .data import TextDataLoader
-from .errors import InputError
+from .errors import InputError, near
 from .recipe_configs import QUICKSTART_DATA
 from .trainer import NpuTrainer
 
@@ -87,11 +86,6 @@ def _tyro_problem(text: str) -> str:
     return f"{message or text.strip()}.{hint} Every option is listed by adding --help to the command."
 
 
-def _near(word: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(word, known, n=4, cutoff=0.4)
-    return ", ".join(matches or known)
-
-
 def _check_registry(module: str, config: str) -> None:
     """Refuse an unknown module or configuration with the near matches."""
     from torchtitan.experiments import _supported_experiments
@@ -106,7 +100,7 @@ def _check_registry(module: str, config: str) -> None:
         candidates = [f"{module}.config_registry", module]
     else:
         raise InputError(
-            f"unknown module '{module}' given to --module. Near matches: {_near(module, known)}. "
+            f"unknown module '{module}' given to --module. Near matches: {near(module, known)}. "
             "A dotted path to a package with a config_registry works too."
         )
     errors = []
@@ -118,7 +112,7 @@ def _check_registry(module: str, config: str) -> None:
             errors.append(error)
     else:
         missing = next((e.name for e in errors if e.name and not candidates[0].startswith(e.name)), None)
-        if missing:
+        if missing and not missing.startswith(module.split(".")[0]):
             raise InputError(
                 f"the module '{module}' needs the package '{missing}', which is not installed. pip install {missing}"
             )
@@ -131,7 +125,7 @@ def _check_registry(module: str, config: str) -> None:
         ]
         raise InputError(
             f"unknown configuration '{config}' given to --config: module '{module}' has no such function. "
-            f"Near matches: {_near(config, known)}."
+            f"Near matches: {near(config, known)}."
         )
 
 
@@ -170,23 +164,36 @@ def parse(module: str, config: str, options: list[str], device_type: str) -> Tra
         raise InputError(f"the configuration '{config}' of module '{module}' is refused: {error}") from error
     finally:
         upstream_log.setLevel(level)
-    # A registry with a trainer of its own (flux) keeps it.
+    # A registry with a trainer of its own (flux) keeps it; fit_to_device says so.
     return derive(parsed, NpuTrainer.Config) if type(parsed) is Trainer.Config else parsed
 
 
-def use_data(config: Trainer.Config, path: str) -> list[str]:
-    """Train on the user's own file; return what to tell them."""
-    path = os.path.abspath(os.path.expanduser(path))
-    if isinstance(config.dataloader, TextDataLoader.Config):
-        config.dataloader = dataclasses.replace(config.dataloader, dataset_path=path)
-    else:
-        config.dataloader = TextDataLoader.Config(dataset_path=path)
+def use_data(config: Trainer.Config, path: str, text_field: str = "") -> list[str]:
+    """Train on the user's own file; return what to tell them.
+
+    Raises:
+        InputError: the configuration does not train on plain text.
+    """
+    loader = config.dataloader
+    if not isinstance(loader, (TextDataLoader.Config, HuggingFaceTextDataLoader.Config)):
+        raise InputError(
+            "--data is for training on plain text, but this configuration reads its data with "
+            f"{type(loader).__qualname__}. Leave --data out and use that loader's own options."
+        )
+    if not isinstance(loader, TextDataLoader.Config):
+        loader = TextDataLoader.Config()
+    config.dataloader = dataclasses.replace(
+        loader, dataset_path=os.path.abspath(os.path.expanduser(path)), text_field=text_field or loader.text_field
+    )
+    if not config.validator.enable:
+        return []
     held_out = config.validator.dataloader
-    shipped = str(QUICKSTART_DATA)
-    if config.validator.enable and (held_out.dataset_path or "").startswith(shipped):
-        config.validator.enable = False
-        return ["validation is off: the recipe's held-out text does not belong to your data."]
-    return []
+    if isinstance(held_out, TextDataLoader.Config) and not (held_out.dataset_path or "").startswith(
+        str(QUICKSTART_DATA)
+    ):
+        return []
+    config.validator.enable = False
+    return ["validation is off: the configuration's held-out text does not belong to your data."]
 
 
 def _replace_repository_assets(config: Trainer.Config) -> list[str]:
@@ -294,5 +301,9 @@ def fit_to_device(config: Trainer.Config, device_type: str) -> list[str]:
             )
         _make_init_independent_of_layout(config)
         spmd_types._dist.set_dist(npu_parallel.gloo.dist_with_list_all_to_all())
+    if not isinstance(config, NpuTrainer.Config):
+        notes.append(
+            f"{type(config).__qualname__} is used as it is: a NaN does not stop the run before the weights change."
+        )
     notes += [note for target, name in targets.items() if (note := _add_override(config, target, name))]
     return notes

@@ -4,7 +4,7 @@ import logging
 import sys
 import warnings
 
-# Upstream warnings that are wrong where torchtitan knows no peak FLOP/s, or about nothing that the user asked for.
+# Upstream log lines that are wrong where torchtitan knows no peak FLOP/s, or about nothing that the user asked for.
 _NOT_FOR_USERS = (
     "Peak flops undefined for",
     "Error running lspci",
@@ -12,6 +12,15 @@ _NOT_FOR_USERS = (
     "Pipeline Parallel loss is not visible",
     "will be overridden to",
     "model.safetensors.index.json not found at hf_assets_path",
+)
+# Python warnings about calls between torch and torchtitan, which the user of neither can change.
+_BETWEEN_LIBRARIES = (
+    # Parameters do not depend on DTensor's random numbers here (configs.py).
+    "DTensor .* may not have complete support on cpu",
+    # Said once, in our words, where it matters (configs.py).
+    "In CPU autocast, but the target dtype is not supported",
+    "FSDP2-wrapped module .* returned a view tensor",
+    "To get the last learning rate computed by the scheduler",
 )
 
 
@@ -27,12 +36,11 @@ def set_up_logging(verbose: bool, rank: int) -> None:
     handler.setLevel(level)
     if not verbose:
         handler.addFilter(lambda record: not any(text in record.getMessage() for text in _NOT_FOR_USERS))
-        # Said once, in our words, where it matters (configs.py).
-        warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
-        # Parameters do not depend on DTensor's random numbers here (configs.py), so their absence is no news.
-        warnings.filterwarnings(
-            "ignore", message="DTensor (manual_seed|random operators).* may not have complete support"
-        )
+        for category in (FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category)
+        # The other ranks would only repeat what rank 0 says.
+        for message in _BETWEEN_LIBRARIES if rank == 0 else ("",):
+            warnings.filterwarnings("ignore", message=message)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
@@ -42,7 +44,7 @@ def data_files(path: str | os.PathLike) -> list[Path]:
     if not path.exists():
         raise InputError(f"data file not found: {path}. Give --data an existing {kinds} file or a folder of them.")
     if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+        files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and p.is_file())
         if not files:
             raise InputError(f"the data folder {path} holds no {kinds} file.")
         return files
@@ -81,25 +83,24 @@ def _read_jsonl(path: Path, field: str) -> Iterator[tuple[str, bool]]:
             if not isinstance(record, dict) or not isinstance(record.get(field), str):
                 has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
                 raise InputError(
-                    f"{path}, line {number}: no text under '{field}' (it has: {has}). "
-                    "Name the field with --dataloader.text-field."
+                    f"{path}, line {number}: no text under '{field}' (it has: {has}). Name the field with --text-field."
                 )
             yield record[field], True
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, bool]]:
-    import pyarrow
-    import pyarrow.parquet
-
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]}).") from None
     if field not in file.schema_arrow.names:
         raise InputError(
             f"{path}: no column '{field}' (it has: {', '.join(file.schema_arrow.names)}). "
-            "Name the column with --dataloader.text-field."
+            "Name the column with --text-field."
         )
+    kind = file.schema_arrow.field(field).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise InputError(f"{path}: the column '{field}' holds {kind}, not text. Name another with --text-field.")
     for batch in file.iter_batches(columns=[field]):
         for value in batch.column(0).to_pylist():
             if value:
@@ -117,9 +118,14 @@ def read_documents(path: Path, text_field: str = "text") -> Iterator[tuple[str, 
         "jsonl": lambda: _read_jsonl(path, text_field),
         "parquet": lambda: _read_parquet(path, text_field),
     }
+    kind = SUFFIXES[path.suffix]
     try:
-        yield from readers[SUFFIXES[path.suffix]]()
+        yield from readers[kind]()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path} cannot be read ({str(error).splitlines()[0]}).") from None
     except UnicodeDecodeError:
+        if kind == "parquet":
+            raise InputError(f"{path}: a damaged parquet file. Write it again.") from None
         raise InputError(
             f"{path}: not UTF-8 text. Convert it, for example: iconv -f GB18030 -t UTF-8 {path.name} > utf8.txt"
         ) from None
@@ -169,7 +175,14 @@ def _write_tokens(folder: Path, files: list[Path], tokenizer: BaseTokenizer, tex
     starts, n_tokens, begins = [], 0, True
     with (
         (folder / "tokens.bin").open("wb") as out,
-        tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, delay=2, desc="tokenizing") as bar,
+        tqdm(
+            total=sum(f.stat().st_size for f in files),
+            unit="B",
+            unit_scale=True,
+            delay=2,
+            desc="tokenizing",
+            disable=None,
+        ) as bar,
     ):
         for file in files:
             for text, ends in read_documents(file, text_field):
@@ -225,7 +238,12 @@ def tokenize(
                 _write_tokens(unfinished, files, tokenizer, text_field)
                 if json.loads((unfinished / "meta.json").read_text())["n_tokens"] == 0:
                     raise InputError(f"the data {path} is empty: it holds no text to train on.")
-                unfinished.rename(folder)
+                try:
+                    unfinished.rename(folder)
+                except OSError:
+                    # A file system whose locks do not reach other machines: one of them was first.
+                    if not folder.exists():
+                        raise
     return TokenFile(folder)
 
 

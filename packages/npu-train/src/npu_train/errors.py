@@ -1,6 +1,8 @@
 """The two ways a command ends badly, and how a person is told."""
 
+import difflib
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 EXIT_DONE = 0
@@ -37,3 +39,8 @@ def report(program: str, error: InputError | RunFailed, stream: TextIO | None = 
     for number, problem in enumerate(error.problems, 1):
         print(f"{number:>3}. {problem}", file=stream, flush=True)
     return EXIT_UNUSABLE_INPUT
+
+
+def near(word: str, known: Sequence[str]) -> str:
+    """The names in ``known`` that ``word`` may have been meant for, else all of them."""
+    return ", ".join(difflib.get_close_matches(word, known, n=4, cutoff=0.4) or sorted(known))

@@ -27,6 +27,14 @@ TORCHRUN_OPTIONS = {
     "--tee": True,
     "--local-ranks-filter": True,
     "--numa-binding": True,
+    "--role": True,
+    "--start-method": True,
+    "--signals-to-handle": True,
+    "--shutdown-timeout": True,
+    "--logs-specs": True,
+    "--duplicate-stdout-filters": True,
+    "--duplicate-stderr-filters": True,
+    "--virtual-local-rank": False,
 }
 _ELASTIC_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -44,8 +52,12 @@ class Launch:
     torchrun: tuple[str, ...]
 
     @property
+    def _nodes(self) -> str:
+        return self.torchrun[self.torchrun.index("--nnodes") + 1] if "--nnodes" in self.torchrun else "1"
+
+    @property
     def multi_node(self) -> bool:
-        return "--nnodes" in self.torchrun
+        return self._nodes not in ("1", "1:1")
 
     @property
     def in_process(self) -> bool:
@@ -54,7 +66,7 @@ class Launch:
     @property
     def world_size(self) -> int | None:
         """Processes in all, or None where only torchrun will know."""
-        nodes = self.torchrun[self.torchrun.index("--nnodes") + 1] if self.multi_node else "1"
+        nodes = self._nodes
         return int(nodes) * int(self.nproc) if nodes.isdigit() and self.nproc.isdigit() else None
 
 
@@ -103,6 +115,7 @@ def _describe_failure(rank: int, exit_code: int) -> str:
 def torchrun(launch: Launch, worker_args: list[str]) -> int:
     """Run ``npu_train.worker`` under torchrun and return the exit code of the run."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if launch.nproc.isdigit():
@@ -119,6 +132,9 @@ def torchrun(launch: Launch, worker_args: list[str]) -> int:
     )
     try:
         run.run(arguments)
+    except SignalException as error:
+        print(f"npu-train: ended by {error.sigval.name}; the processes were stopped.", file=sys.stderr, flush=True)
+        return 128 + error.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

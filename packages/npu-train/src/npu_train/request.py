@@ -16,6 +16,7 @@ class RunRequest:
         recipe: The recipe's name, or "" where module and config were given.
         device: ``--device``.
         data: ``--data``, or "".
+        text_field: ``--text-field``, or "".
         dump_folder: The run's folder, or "" for the configuration's own.
         resume: Whether ``--resume`` asks for an existing checkpoint.
         verbose: Whether to print torchtitan's whole log.
@@ -28,6 +29,7 @@ class RunRequest:
     recipe: str = ""
     device: str = "auto"
     data: str = ""
+    text_field: str = ""
     dump_folder: str = ""
     resume: bool = False
     verbose: bool = False

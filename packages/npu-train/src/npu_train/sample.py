@@ -52,6 +52,11 @@ def load_model(config: Trainer.Config, checkpoint: Path) -> Decoder:
         InputError: the model is not a decoder, or the checkpoint is of another model.
     """
     spec = config.model_spec.model
+    if not (checkpoint / ".metadata").is_file():
+        raise InputError(
+            f"{checkpoint} holds safetensors, which sample does not read. Load them into a run with "
+            "--checkpoint.initial-load-path and --checkpoint.initial-load-in-hf, and sample from its checkpoint."
+        )
     if not isinstance(spec, Decoder.Config):
         raise InputError(f"{config.model_spec.name} is not a decoder of tokens, so it cannot continue a text.")
     for field in ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree"):
@@ -151,7 +156,7 @@ def sample(
     """Continue each prompt with the weights in ``checkpoint``; returns prompt and continuation together.
 
     Raises:
-        InputError: the checkpoint is of another model, or a prompt is too long.
+        InputError: the checkpoint is of another model, or a prompt is empty.
     """
     tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
     with contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger, warn_once
 from torchtitan.trainer import Trainer
 
 from npu_debug.nonfinite import Finding, find_nonfinite
@@ -35,8 +36,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 class NpuTrainer(Trainer):
     """``Trainer`` that checks each step's gradients between clipping and the optimizer.
 
-    On the CPU every step is checked. On an accelerator the check would wait for the device, so only the steps that are
-    logged, and wait anyway, are checked.
+    On the CPU every step is checked. On an accelerator the check would wait for the device, so only the steps that wait
+    anyway are checked: those that are logged or saved.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -58,22 +59,49 @@ class NpuTrainer(Trainer):
         self._microbatches.append(microbatch)
         return super().forward_backward_step(**microbatch)
 
+    def _checks_this_step(self) -> bool:
+        if utils.device_type == "cpu" or self.metrics_processor.should_log(self.step):
+            return True
+        # Nothing that was not checked becomes a checkpoint.
+        should_save = getattr(self.checkpointer, "_should_save", lambda *_: True)
+        return self.config.checkpoint.enable and should_save(self.step, self.step == self.config.training.steps)
+
     def _stop_before_nonfinite_step(self, *_: Any) -> None:
-        if utils.device_type != "cpu" and not self.metrics_processor.should_log(self.step):
+        """Compare what clipping left of one small gradient on every rank.
+
+        Clipping multiplies every gradient by max_norm / norm. A NaN norm makes all of them NaN on every rank; an
+        infinite one makes the finite ones zero and the infinite ones NaN. So where any rank has a finite gradient that
+        is not zero, all is well.
+        """
+        if not self._checks_this_step():
             return
         gradients = [(name, _local(p.grad)) for name, p in self._named_parameters if p.grad is not None]
         probe = next((gradient for _, gradient in gradients if gradient.numel()), None)
-        # Clipping multiplies every gradient by max_norm / norm. A NaN norm makes all of them NaN, on every rank; an
-        # infinite one makes the finite ones zero and the infinite ones NaN. So one small tensor tells that all is well.
-        if probe is None or (bool(probe.any()) and bool(probe.isfinite().all())):
+        if probe is None:
+            fine, bad = False, False
+        else:
+            bad = not bool(probe.isfinite().all())
+            fine = not bad and bool(probe.any())
+        world_size = torch.distributed.get_world_size()
+        if world_size > 1:
+            flags = torch.tensor([fine, probe is not None and not bad], dtype=torch.int32, device=self.device)
+            torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+            fine, some_zero = (bool(flag) for flag in flags.tolist())
+        else:
+            some_zero = probe is None or not bad
+        if fine:
             return
-        if not bool(probe.isfinite().all()):
+        if not some_zero:
             raise self._error(self._find_first(), told_by_rank=0)
-        # Only ranks that hold an infinite element see it, so they must not start a replay, which takes all of them.
         infinite = next((name for name, gradient in gradients if not bool(gradient.isfinite().all())), None)
-        if infinite is not None:
-            rank = torch.distributed.get_rank()
-            raise self._error(f"On rank {rank}, the gradient of {infinite} is infinite.", told_by_rank=rank)
+        found: list[str | None] = [infinite]
+        if world_size > 1:
+            found = [None] * world_size
+            torch.distributed.all_gather_object(found, infinite)
+        for rank, name in enumerate(found):
+            if name is not None:
+                raise self._error(f"On rank {rank}, the gradient of {name} is infinite.", told_by_rank=rank)
+        warn_once(logger, "every gradient of a step was zero after clipping: nothing was learned from it")
 
     def _find_first(self) -> str:
         """Replay the step on all ranks and name the first non-finite tensor."""

@@ -1,9 +1,10 @@
 """One training process: device, configuration, checks, torchtitan's trainer."""
 
 import json
-import logging
 import os
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def configure(request: RunRequest) -> "tuple[Trainer.Config, Device]":
     if request.dump_folder:
         config.dump_folder = request.dump_folder
     if request.data:
-        device.notes.extend(configs.use_data(config, request.data))
+        device.notes.extend(configs.use_data(config, request.data, request.text_field))
     device.notes.extend(configs.fit_to_device(config, device.type))
     return config, device
 
@@ -95,11 +96,19 @@ def _write_run_file(config: "Trainer.Config", request: RunRequest) -> None:
     unfinished.rename(folder / RUN_FILE)
 
 
-def train(request: RunRequest, world_size: int, *, prepared: "Trainer.Config | None" = None) -> int:
-    """Train in this process, which is one of ``world_size``; return the exit code."""
+def train(request: RunRequest, world_size: int, claim: Callable[[], None] | None = None) -> int:
+    """Train in this process, which is one of ``world_size``; return the exit code.
+
+    Args:
+        request: The run.
+        world_size: Processes of the run.
+        claim: Called once everything has been checked, before anything is written.
+    """
     rank = int(os.environ["RANK"])
     announce = rank == 0
-    config = prepared or prepare(request, world_size, announce=announce)
+    config = prepare(request, world_size, announce=announce)
+    if claim is not None:
+        claim()
 
     import torch
     from torchtitan.observability import structured_logger as sl
@@ -120,10 +129,9 @@ def train(request: RunRequest, world_size: int, *, prepared: "Trainer.Config | N
             if announce:
                 say(_headline(trainer))
             trainer.train()
-            if announce and trainer.step >= config.training.steps:
-                events = getattr(trainer.metrics_processor, "events", None)
-                if events:
-                    events.write(event="end", step=trainer.step)
+            events = getattr(trainer.metrics_processor, "events", None)
+            if events is not None and trainer.step >= config.training.steps:
+                events.write(event="end", step=trainer.step)
     finally:
         if trainer is not None:
             trainer.close()
@@ -149,14 +157,16 @@ def _headline(trainer: Any) -> str:
     )
 
 
-def guarded(request: RunRequest, world_size: int, prepared: "Trainer.Config | None" = None) -> int:
+def guarded(request: RunRequest, world_size: int, claim: Callable[[], None] | None = None) -> int:
     """``train`` with every failure told in a paragraph instead of a traceback, unless ``--debug``."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        return train(request, world_size, prepared=prepared)
+        return train(request, world_size, claim)
     except InputError as error:
-        # All ranks find the same problems; one tells.
-        return report("npu-train", error) if rank == 0 else EXIT_UNUSABLE_INPUT
+        # The ranks of a machine find the same problems; one of each machine tells.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return EXIT_UNUSABLE_INPUT
+        return report("npu-train" if rank == 0 else f"npu-train on {socket.gethostname()}", error)
     except RunFailed as error:
         if request.debug:
             raise
@@ -168,7 +178,6 @@ def guarded(request: RunRequest, world_size: int, prepared: "Trainer.Config | No
     except Exception as error:
         if request.debug:
             raise
-        logging.getLogger(__name__).debug("traceback", exc_info=True)
         told = f"npu-train: rank {rank} failed: {type(error).__name__}: {error}"
         print(f"{told} (run again with --debug for the traceback)", file=sys.stderr, flush=True)
         return EXIT_PROBLEM

@@ -45,7 +45,7 @@ class StepLines(BaseLogger):
         tokens_per_s = metrics["throughput(tps)"] * self._world_size
         mfu = metrics.get("mfu(%)") if self._show_mfu else None
         # The first step carries set-up costs, so remaining time is counted from its end.
-        remaining, step_s = None, metrics["time_metrics/end_to_end(s)"]
+        remaining = step_s = None
         if self._last is not None:
             step_s = (now - self._last[1]) / max(1, step - self._last[0])
             remaining = (now - self._first[1]) / max(1, step - self._first[0]) * (self._total_steps - step)
@@ -101,6 +101,7 @@ class RunMetrics(MetricsProcessor):
             config_dict=config_dict,
             **kwargs,
         )
+        self._total_steps = config_dict["training"]["steps"]
         show_mfu = utils.device_type == "cuda"
         # Upstream prints "mfu: N/A" exactly when this is set and reads it nowhere else; without it, an unknown device
         # is measured against an A100.
@@ -111,7 +112,7 @@ class RunMetrics(MetricsProcessor):
         if self.is_reporter:
             lines = StepLines(
                 self.events,
-                total_steps=config_dict["training"]["steps"],
+                total_steps=self._total_steps,
                 world_size=parallel_dims.world_size,
                 show_mfu=show_mfu,
                 # With --verbose torchtitan's own line is printed instead.
@@ -121,6 +122,10 @@ class RunMetrics(MetricsProcessor):
             container.add_logger(self.logger)
             container.add_logger(lines)
             self.logger = container
+
+    def should_log(self, step: int) -> bool:
+        # The last step is what people look at.
+        return step == self._total_steps or super().should_log(step)
 
 
 @override(target=MetricsProcessor.Config, exact=True, description="one line a step group, and metrics.jsonl")

@@ -60,12 +60,12 @@ def install() -> None:
     Raises:
         RuntimeError: a torchtitan module that copies the two names has been imported already.
     """
-    too_early = sorted(
-        name for name in sys.modules if name.startswith("torchtitan.") and not name.startswith(_HARMLESS)
-    )
     utils = sys.modules.get("torchtitan.tools.utils")
     if utils is not None and isinstance(utils.device_module, CpuDevice):
         return
+    too_early = sorted(
+        name for name in sys.modules if name.startswith("torchtitan.") and not name.startswith(_HARMLESS)
+    )
     if too_early:
         raise RuntimeError(
             f"torchtitan can be pointed at the CPU only before its modules are imported; {too_early[0]} already is. "

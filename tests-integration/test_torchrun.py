@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -68,25 +67,13 @@ def test_two_nodes(two_processes: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(two_processes)
 
 
-def test_a_bad_layout_starts_nothing(tmp_path: Path) -> None:
-    done = run(
-        *("npu-train", "run", "quickstart", "--nproc", "3", "--parallelism.tensor-parallel-degree", "2"),
-        *SHORT,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert "does not divide the 3 ranks" in done.stdout
-    assert "Traceback" not in done.stdout
-    assert not (tmp_path / "outputs").exists()
-
-
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_killed_process_ends_the_others_and_spoils_no_checkpoint(tmp_path: Path) -> None:
-    arguments = ["npu-train", "run", "quickstart", "--nproc", "2", *SHORT, "--checkpoint.interval", "5"]
-    job = start(*arguments, "--training.steps", "100000", cwd=tmp_path)
+    arguments = ["npu-train", "run", "quickstart", *SHORT, "--checkpoint.interval", "5"]
+    job = start(*arguments, "--nproc", "2", "--training.steps", "100000", cwd=tmp_path)
     folder = tmp_path / "outputs" / "quickstart"
     try:
         deadline = time.monotonic() + 240
@@ -147,15 +134,9 @@ def test_own_data_then_sample(tmp_path: Path) -> None:
     command = ["npu-train", "sample", "--checkpoint", "outputs/quickstart", "--prompt", "to be", "--json"]
     texts = []
     for _ in range(2):
-        sampled = subprocess.run(
-            [*command, "--max-new-tokens", "8", "--seed", "3"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert sampled.returncode == 0, sampled.stderr
-        texts.append(json.loads(sampled.stdout))
+        sampled = run(*command, "--max-new-tokens", "8", "--seed", "3", cwd=tmp_path)
+        assert sampled.returncode == 0, sampled.stdout
+        texts.append(json.loads(sampled.stdout.splitlines()[-1]))
     assert texts[0] == texts[1]
     assert texts[0]["step"] == 5
     assert texts[0]["text"].startswith("to be")

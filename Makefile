@@ -83,10 +83,23 @@ test: wheelhouse
 	    --group test --no-default-groups --python $(PYTHON)
 	.venvs/$(PKG)/bin/python -m pytest packages/$(PKG)/tests
 else
-test:
-	@for package in $(PACKAGES); do $(MAKE) test PKG=$$package; done
-	$(MAKE) integration
+# Half of the tests wait for one process at a time, so the two kinds share the cores.
+test: sync
+	@log=$$(mktemp)
+	$(MAKE) test-packages >$$log 2>&1 & packages=$$!
+	failed=0
+	$(MAKE) integration || failed=1
+	wait $$packages || failed=1
+	cat $$log
+	rm $$log
+	exit $$failed
 endif
+
+.PHONY: test-packages
+test-packages: wheelhouse
+	@failed=0
+	for package in $(PACKAGES); do $(MAKE) test PKG=$$package || failed=1; done
+	exit $$failed
 
 .PHONY: integration
 integration: sync ## Only the tests that need several processes or packages

@@ -107,7 +107,7 @@ def _on_quickstart_data(model_spec: ModelSpec, *, steps: int, lr: float) -> Trai
             ),
         ),
         metrics=MetricsProcessor.Config(log_freq=20),
-        checkpoint=CheckpointManager.Config(enable=True, interval=130, keep_latest_k=3, last_save_model_only=False),
+        checkpoint=CheckpointManager.Config(enable=True, interval=100, keep_latest_k=3, last_save_model_only=False),
         activation_checkpoint=None,
         debug=DebugConfig(seed=0),
     )
@@ -116,4 +116,4 @@ def _on_quickstart_data(model_spec: ModelSpec, *, steps: int, lr: float) -> Trai
 def quickstart() -> Trainer.Config:
     """A small Llama on the shipped corpus."""
     spec = dataclasses.replace(llama3_registry("debugmodel"), flavor="quickstart", model=_quickstart_llama())
-    return _on_quickstart_data(spec, steps=260, lr=3e-3)
+    return _on_quickstart_data(spec, steps=200, lr=3e-3)

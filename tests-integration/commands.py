@@ -1,6 +1,7 @@
 """The installed commands, as a user runs them."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,14 @@ def environment(**more: str) -> dict[str, str]:
 
 def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen:
     return subprocess.Popen(
-        arguments, cwd=cwd, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        arguments,
+        cwd=cwd,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A script that runs in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

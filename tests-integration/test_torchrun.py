@@ -107,18 +107,17 @@ def test_a_killed_process_ends_the_others_and_spoils_no_checkpoint(tmp_path: Pat
 
 def test_output_can_be_piped_and_interrupted(tmp_path: Path) -> None:
     job = start("npu-train", "run", "quickstart", *SHORT, "--training.steps", "100000", cwd=tmp_path)
-    lines = []
-    for line in job.stdout:
-        lines.append(line)
-        if line.startswith("step      2/"):
-            break
-    job.send_signal(signal.SIGINT)
-    rest = job.communicate(timeout=60)[0]
-    assert job.returncode == 130, "".join(lines) + rest
+    try:
+        for line in job.stdout:
+            if line.startswith("step      2/"):
+                break
+        job.send_signal(signal.SIGINT)
+        rest = job.communicate(timeout=60)[0]
+    finally:
+        job.kill()
+    assert job.returncode == 130, rest
     assert "interrupted" in rest
     assert "Traceback" not in rest
-    with pytest.raises(ProcessLookupError):
-        os.kill(job.pid, 0)
 
 
 def test_own_data_then_sample(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 import io
 import json
 import math
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -151,12 +151,13 @@ def test_module_and_closed_pipe(run):
 
 
 def test_help_answers_quickly():
-    # The best of a few, because the machine that runs the tests has other things to do.
+    # Processor time, the best of a few: the machine that runs the tests has other things to do.
     spent = []
     for _ in range(5):
-        begin = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "npu_debug", "--help"], check=True, capture_output=True)
-        spent.append(time.perf_counter() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(spent) < 0.3
 
 

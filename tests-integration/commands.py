@@ -1,10 +1,12 @@
 """The installed commands, as a user runs them."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 BIN = Path(sys.executable).parent
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -15,26 +17,21 @@ def environment(**more: str) -> dict[str, str]:
     return {**inherited, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **more}
 
 
+def _options(cwd: Path, more: dict[str, str]) -> dict[str, Any]:
+    return {
+        "cwd": cwd,
+        "env": environment(**more),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+
+
 def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        arguments,
-        cwd=cwd,
-        env=environment(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # A script that runs in the background has its children ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    # A script that runs in the background has its children ignore Ctrl-C.
+    heed_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(arguments, preexec_fn=heed_interrupts, **_options(cwd, more))
 
 
 def run(*arguments: str, cwd: Path, timeout: float = 300, **more: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        arguments,
-        cwd=cwd,
-        env=environment(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    return subprocess.run(arguments, timeout=timeout, **_options(cwd, more))

@@ -38,6 +38,9 @@ _OPTION = {
     "world_size": "--nproc",
 }
 
+# What a checkpoint holds besides the weights, by torchtitan's names.
+_RUN_STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+
 
 def model_shape(config: Trainer.Config) -> ModelShape | None:
     """The sizes of a decoder that limit how it can be split; None for another kind of model."""
@@ -253,10 +256,9 @@ def _check_checkpoints(config: Trainer.Config, world_size: int | None, resume: b
         return []
     if checkpoint.create_seed_checkpoint and world_size not in (None, 1):
         return ["--checkpoint.create-seed-checkpoint makes an unsharded checkpoint. Run it with --nproc 1."]
-    known = ("optimizer", "lr_scheduler", "dataloader", "train_state")
-    unknown = [name for name in checkpoint.exclude_from_loading if name not in known]
+    unknown = [name for name in checkpoint.exclude_from_loading if name not in _RUN_STATE]
     problems = [
-        f"--checkpoint.exclude-from-loading: there is no part '{name}'. Choose among: {', '.join(known)}."
+        f"--checkpoint.exclude-from-loading: there is no part '{name}'. Choose among: {', '.join(_RUN_STATE)}."
         for name in unknown
     ]
     folder = Path(config.dump_folder) / checkpoint.folder
@@ -303,7 +305,7 @@ def _check_checkpoints(config: Trainer.Config, world_size: int | None, resume: b
 
 def _check_loadable(found: checkpoints.Checkpoint, checkpoint: CheckpointManager.Config) -> list[str]:
     """A run can be continued only from more than the weights, or from the weights of step 0."""
-    needed = {"optimizer", "lr_scheduler", "dataloader", "train_state"} - set(checkpoint.exclude_from_loading)
+    needed = set(_RUN_STATE) - set(checkpoint.exclude_from_loading)
     if found.step == 0 or not needed or not checkpoints.holds_weights_only(found.path):
         return []
     return [

@@ -20,6 +20,7 @@ def train(
     model: str = "llama3",
     world_size: int = 1,
     batch: int = 8,
+    seq_len: int = 256,
     steps: int = 3,
     recompute: str = "none",
     **request: Any,
@@ -33,12 +34,13 @@ def train(
         model: Family; its debug configuration is used.
         world_size: Processes.
         batch: Rows of a rank in one forward and backward.
+        seq_len: Tokens of a row.
         steps: Last step.
         recompute: Kind of activation checkpointing.
         request: More fields of `RunRequest`.
     """
     common = {
-        "training.seq-len": 256,
+        "training.seq-len": seq_len,
         "training.local-batch-size": batch,
         "training.mixed-precision-param": "float32",
         "training.steps": steps,

@@ -67,6 +67,7 @@ class RankServer:
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait(timeout=60)
+        self._process.stdout.close()
 
 
 def _free_port() -> int:

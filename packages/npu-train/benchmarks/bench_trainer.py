@@ -1,23 +1,24 @@
 """npu-train against torchtitan's own trainer: tokens/s and start-up, in pairs on this machine.
 
-    python packages/npu-train/benchmarks/bench_trainer.py [--pairs 5] [--steps 30]
+    python packages/npu-train/benchmarks/bench_trainer.py [--pairs 3] [--steps 30]
 
 Both train torchtitan's llama3_debugmodel in one process on the CPU with the same attention, data and options
-(minimal_trainer.py is the rival). The two sides of a pair run one after the other; the ratio of a pair cancels
-what the machine does in the meantime, and the median of the ratios is reported.
+(minimal_trainer.py is the rival). The two sides of a pair are started together and run by turns, a quarter of a second
+each, while the other is stopped: whatever else the machine does meets both alike. A side's time is that of its own
+turns. The median over the pairs is reported.
 """
 
 import argparse
-import json
 import os
 import re
+import selectors
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 
 OPTIONS = (
@@ -25,77 +26,115 @@ OPTIONS = (
     "--training.mixed-precision-param float32 --training.disable-cuda-graphs --debug.seed 0 --metrics.log-freq 1 "
     "--metrics.disable-color-printing --training.steps {steps} --dump-folder {folder} activation-checkpoint:none"
 )
+COMMANDS = {
+    "npu-train": [sys.executable, "-m", "npu_train", "run", "--device", "cpu"],
+    "torchtitan": [sys.executable, str(Path(__file__).with_name("minimal_trainer.py"))],
+}
 TOKENS_A_STEP = 8 * 256
 # The first steps fill caches and allocate.
 WARM_UP_STEPS = 5
+TURN_S = 0.25
 BARS = {"tokens/s": (0.98, "at least"), "start-up": (1.15, "at most")}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One run: tokens per second after the warm-up, seconds from the start of the process to the end of step 1."""
+@dataclass
+class Side:
+    """A running trainer.
 
-    tokens_per_s: float
-    start_up_s: float
+    Attributes:
+        process: Its process, leader of its own group.
+        used_s: Seconds of its turns so far.
+        at: Those seconds when it printed a step, by step.
+        output: What it printed.
+    """
 
+    process: subprocess.Popen[str]
+    used_s: float = 0.0
+    at: dict[int, float] = field(default_factory=dict)
+    output: str = ""
 
-def _from_times(times: dict[int, float], begin: float) -> Measured:
-    last = max(times)
-    seconds = times[last] - times[WARM_UP_STEPS]
-    return Measured((last - WARM_UP_STEPS) * TOKENS_A_STEP / seconds, times[1] - begin)
-
-
-def _run(command: list[str]) -> tuple[float, str]:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    begin = time.time()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return begin, done.stdout + done.stderr
-
-
-def ours(steps: int) -> Measured:
-    with tempfile.TemporaryDirectory() as folder:
+    @classmethod
+    def start(cls, command: list[str], folder: str, steps: int) -> "Side":
+        environment = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
         options = OPTIONS.format(steps=steps, folder=folder).split()
-        begin, _ = _run([sys.executable, "-m", "npu_train", "run", "--device", "cpu", *options])
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return _from_times({line["step"]: line["time"] for line in lines if "event" not in line}, begin)
+        process = subprocess.Popen(
+            [*command, *options],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        os.killpg(process.pid, signal.SIGSTOP)
+        os.set_blocking(process.stdout.fileno(), False)
+        return cls(process)
+
+    def turn(self) -> None:
+        """Run for one turn, noting the steps that it prints."""
+        begin = time.perf_counter()
+        os.killpg(self.process.pid, signal.SIGCONT)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while (left := begin + TURN_S - time.perf_counter()) > 0:
+                if selector.select(left) and not self._read(self.used_s + time.perf_counter() - begin):
+                    break
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+        self.used_s += time.perf_counter() - begin
+
+    def _read(self, now: float) -> bool:
+        data = self.process.stdout.read()
+        if not data:
+            return False
+        self.output += data.decode()
+        for step in re.findall(r"\bstep:? +(\d+)\b", data.decode()):
+            self.at.setdefault(int(step), now)
+        return True
 
 
-def rival(steps: int) -> Measured:
+def pair(steps: int, swap: bool) -> dict[str, Side]:
+    names = list(COMMANDS)[:: -1 if swap else 1]
     with tempfile.TemporaryDirectory() as folder:
-        options = OPTIONS.format(steps=steps, folder=folder).split()
-        begin, output = _run([sys.executable, str(Path(__file__).with_name("minimal_trainer.py")), *options])
-    found = re.findall(r"\[titan\] (\S+ \S+) - root - INFO - .*?step: +(\d+) ", output)
-    times = {int(step): datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").timestamp() for at, step in found}
-    return _from_times(times, begin)
+        sides = {name: Side.start(COMMANDS[name], f"{folder}/{name}", steps) for name in names}
+        try:
+            while any(steps not in side.at for side in sides.values()):
+                for name, side in sides.items():
+                    side.turn()
+                    if steps not in side.at and side.process.poll() is not None:
+                        sys.exit(f"{name} ended with exit code {side.process.returncode}:\n{side.output[-3000:]}")
+        finally:
+            for side in sides.values():
+                if side.process.poll() is None:
+                    os.killpg(side.process.pid, signal.SIGKILL)
+                side.process.wait()
+                side.process.stdout.close()
+    return sides
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
-    pairs = []
+    ratios: dict[str, list[float]] = {name: [] for name in BARS}
     for number in range(options.pairs):
-        # Who goes first changes, so that neither always finds the warmer machine.
-        order = (ours, rival) if number % 2 == 0 else (rival, ours)
-        measured = {side.__name__: side(options.steps) for side in order}
-        pairs.append((measured["ours"], measured["rival"]))
-        mine, other = pairs[-1]
-        print(
-            f"pair {number + 1}: npu-train {mine.tokens_per_s:,.0f} tokens/s, start-up {mine.start_up_s:.1f} s; "
-            f"torchtitan {other.tokens_per_s:,.0f} tokens/s, start-up {other.start_up_s:.1f} s",
-            flush=True,
-        )
-    ratios = {
-        "tokens/s": statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in pairs),
-        "start-up": statistics.median(mine.start_up_s / other.start_up_s for mine, other in pairs),
-    }
-    for name, ratio in ratios.items():
+        sides = pair(options.steps, swap=number % 2 == 1)
+        seconds = {name: side.at[options.steps] - side.at[WARM_UP_STEPS] for name, side in sides.items()}
+        tokens_per_s = {name: (options.steps - WARM_UP_STEPS) * TOKENS_A_STEP / s for name, s in seconds.items()}
+        ratios["tokens/s"].append(tokens_per_s["npu-train"] / tokens_per_s["torchtitan"])
+        ratios["start-up"].append(sides["npu-train"].at[1] / sides["torchtitan"].at[1])
+        told = (f"{n} {tokens_per_s[n]:,.0f} tokens/s, start-up {sides[n].at[1]:.1f} s" for n in COMMANDS)
+        print(f"pair {number + 1}: {'; '.join(told)}", flush=True)
+    good = True
+    for name, values in ratios.items():
         bar, sense = BARS[name]
-        print(f"{name}: {ratio:.3f} of torchtitan's own trainer (wanted: {sense} {bar}), median of {len(pairs)} pairs")
-    good = ratios["tokens/s"] >= BARS["tokens/s"][0] and ratios["start-up"] <= BARS["start-up"][0]
+        ratio = statistics.median(values)
+        good &= ratio >= bar if sense == "at least" else ratio <= bar
+        print(f"{name}: {ratio:.3f} of torchtitan's own trainer (wanted: {sense} {bar}), median of {len(values)} pairs")
     return 0 if good else 1
 
 

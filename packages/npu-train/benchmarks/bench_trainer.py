@@ -30,6 +30,8 @@ COMMANDS = {
     "npu-train": [sys.executable, "-m", "npu_train", "run", "--device", "cpu"],
     "torchtitan": [sys.executable, str(Path(__file__).with_name("minimal_trainer.py"))],
 }
+# torchtitan: "step:  1  loss: ...", after "Training starts at step 1"; npu-train: "step      1/30  loss ...".
+STEP_LINE = r"\bstep:? +(\d+)(?:/\d+)? +loss"
 TOKENS_A_STEP = 8 * 256
 # The first steps fill caches and allocate.
 WARM_UP_STEPS = 5
@@ -91,7 +93,7 @@ class Side:
         if not data:
             return False
         self.output += data.decode()
-        for step in re.findall(r"\bstep:? +(\d+)\b", data.decode()):
+        for step in re.findall(STEP_LINE, data.decode()):
             self.at.setdefault(int(step), now)
         return True
 

@@ -30,6 +30,13 @@ def test_jump_is_drawn_as_a_connected_line():
     assert [line[3:] for line in drawing[:5]] == [" *", " *", " *", " *", "*"]
 
 
+def test_range_that_no_float_holds():
+    # 1e308 - -1e308 is infinite; the middle row of five is 0.
+    drawing = chart([0, 1, 2], [1e308, 0.0, -1e308], width=3, height=5, ascii_only=True).splitlines()
+    assert [line.partition("|")[0].strip() for line in drawing[:5:4]] == ["1e+308", "-1e+308"]
+    assert [line.partition("|")[2] for line in drawing[:5]] == ["*", " *", " *", "  *", "  *"]
+
+
 def test_constant_line_and_gaps():
     drawing = chart([0, 1, 2], [5.0, None, 5.0], width=3, height=3, ascii_only=True).splitlines()
     assert [line.partition("|")[2] for line in drawing[:3]] == ["", "***", ""]

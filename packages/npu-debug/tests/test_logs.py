@@ -89,11 +89,12 @@ def test_windows_line_ends_and_byte_order_mark(tmp_path):
         "null x",
         "\x00\x00\x00",
         "[" * 5000,
+        '{"event": "validation", "loss": NaN}',
         metric(3) + metric(4),
         metric(3) + "," + metric(4),
         '{"step": 3, "loss": ' + "1" * 5000 + "}",
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_garbled_line_is_counted_and_left_out(tmp_path, bad):
     run = read_run(write(tmp_path, metric(1), bad, metric(2)))
@@ -222,6 +223,71 @@ def test_non_finite_step_that_a_later_attempt_put_right(tmp_path):
     lines = [metric(1), metric(2, math.nan), event("nonfinite", 2, 1002.0), event("resume", 1, 1003.0), metric(2)]
     found = summarise(read_run(write(tmp_path, *lines)))
     assert (found.status, found.nonfinite_steps, found.problem) == ("unfinished", [], False)
+
+
+def test_what_is_not_finite_is_named(tmp_path):
+    lines = [
+        metric(1, lr=math.nan),
+        metric(2, grad_norm=math.inf),
+        metric(3, math.nan),
+        event("validation", 3, 1003.5, loss=math.nan),
+        event("nonfinite", 3, 1003.6),
+        event("nonfinite", 4, 1004.0),
+    ]
+    found = summarise(read_run(write(tmp_path, *lines)))
+    assert found.nonfinite == {
+        "loss": [3],
+        "gradient norm": [2],
+        "learning rate": [1],
+        "loss or gradient norm": [4],
+        "validation loss": [3],
+    }
+    assert found.nonfinite_steps == [1, 2, 3, 4]
+    assert found.as_json()["validation_loss"] is None
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("later", "bad"),
+    [
+        ([], [2]),
+        # Another validation of the same step, by the same or a later attempt, replaces it.
+        ([("validation", 2)], []),
+        ([("resume", 0), ("metric", 1)], [2]),
+        ([("resume", 1), ("metric", 2)], []),
+        ([("resume", 1), ("validation", 2)], []),
+        ([("metric", 3), ("validation", 3)], [2]),
+    ],
+)
+def test_validation_loss_that_is_not_finite(tmp_path, loss, later, bad):
+    lines = [metric(1), metric(2), event("validation", 2, 1002.5, loss=loss)]
+    for kind, step in later:
+        lines.append(metric(step) if kind == "metric" else event(kind, step, 1003.0, loss=2.5))
+    found = summarise(read_run(write(tmp_path, *lines)))
+    assert (found.nonfinite_steps, found.problem) == (bad, bool(bad))
+
+
+def test_console_validation_loss_that_is_not_finite(tmp_path):
+    line = "[titan] 2031-01-02 03:04:09,000 - root - INFO - validate step: 1  loss:      nan  memory:  1.00GiB(2.00%)"
+    found = summarise(read_run(write(tmp_path, console(1), line)))
+    assert (found.nonfinite, found.problem) == ({"validation loss": [1]}, True)
+
+
+@pytest.mark.parametrize("digits", [19, 26, 5000])
+def test_console_numbers_that_nothing_counts_to(tmp_path, digits):
+    huge, head = "9" * digits, "[titan] 2031-01-02 03:04:05,678 - root - INFO - "
+    lines = [
+        console(1),
+        f"{head}step: {huge}  loss:  1.0000  grad_norm:  1.0000",
+        f"{head}validate step: {huge}  loss:  1.0000",
+        f"{head}Training starts at step {huge}",
+        f"{head}Loss is not finite at step {huge}",
+        console(2, prefix=f"{huge}: "),
+        console(3, prefix=f"[rank{huge}]: "),
+    ]
+    run = read_run(write(tmp_path, *lines))
+    assert run.steps["step"] == [1, 2, 3]
+    assert (run.unreadable, run.events) == (2, [])
 
 
 def test_run_that_logged_no_step(tmp_path):
@@ -369,6 +435,8 @@ def test_percentile_agrees_with_statistics():
     assert percentile([*values, None, math.nan, math.inf], 95) == pytest.approx(cuts[18])
     assert percentile(values, 50) == pytest.approx(statistics.median(values))
     assert percentile([None, math.nan], 50) is None
+    assert percentile([-1e308, 1e308], 50) == 0.0
+    assert percentile([-1e308, 1e308, 1e308], 50) == 1e308
 
 
 def test_a_hundred_thousand_lines_take_less_than_a_second_and_a_half(tmp_path):

@@ -43,6 +43,12 @@ def test_names_that_fonts_and_markup_do_not_like(tmp_path):
     assert _label("$x$", ["DejaVu Sans"]) == r"\$x\$"
 
 
+@pytest.mark.parametrize("losses", ["Infinity -1e308 1e308", "1e308", "1.0 1e308 2.0", "-1e300 1e300"])
+def test_largest_floats_are_drawn_or_left_out(tmp_path, losses):
+    plot([read_run(make(tmp_path, "one.jsonl", losses))], tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_run_without_the_column_is_left_out(tmp_path):
     with_lr = tmp_path / "lr.jsonl"
     with_lr.write_text('{"step": 1, "lr": 0.1}\n{"step": 2, "lr": 0.2}\n')

@@ -104,6 +104,71 @@ def test_scale_and_no_mask(scale):
     torch.testing.assert_close(lse.double(), want_lse, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_no_dtype(dtype):
+    q, k, v, generator = make_qkv(L=9, S=300, H=16, V=16, dtype=dtype)
+    mask = torch.rand(2, 4, 9, 300, generator=generator) < 0.5
+    want_out, want_lse = attention_by_loops(q, k, v, mask, 0.25)
+
+    def attend(q, k, v):
+        return masked_attention(q, k, v, mask), *masked_attention(q, k, v, mask, return_lse=True)
+
+    for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            out, out_with_lse, lse = call(q, k, v)
+        assert (out.dtype, out_with_lse.dtype, lse.dtype) == (dtype, dtype, torch.float32)
+        torch.testing.assert_close(out.double(), want_out, **TOLERANCE[dtype])
+        torch.testing.assert_close(out_with_lse.double(), want_out, **TOLERANCE[dtype])
+        torch.testing.assert_close(lse.double(), want_lse, **TOLERANCE[torch.float32])
+
+
+def test_meta_device_gives_shapes():
+    q, k, v = (t.to("meta") for t in make_qkv(V=6)[:3])
+    assert masked_attention(q, k, v).shape == (2, 5, 4, 6)
+    out, lse = masked_attention(q, k, v, return_lse=True)
+    assert (out.shape, lse.shape, lse.dtype) == ((2, 5, 4, 6), (2, 4, 5), torch.float32)
+
+
+@pytest.mark.parametrize("scale", [math.nan, INF, -INF])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_scale_that_is_not_finite(scale, return_lse):
+    q, k, v, _ = make_qkv()
+    with pytest.raises(ValueError, match=f"scale is {scale}; pass a finite number"):
+        masked_attention(q, k, v, scale=scale, return_lse=return_lse)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("S", [1, 4, 7, 9, 15, 16, 17, 513])
+def test_nan_reaches_every_query_that_attends_to_it(S, masked, dtype):
+    for place in "qkv":
+        q, k, v, _ = make_qkv(L=4, S=S, dtype=dtype)
+        # One query of head 1, or the last key or value of the heads 2 and 3 of the queries.
+        bad = {"q": q[0, 2, 1], "k": k[0, -1, 1], "v": v[0, -1, 1]}[place]
+        bad[3 if place != "v" else slice(None)] = math.nan
+        want = torch.zeros(2, 4, 4, dtype=torch.bool)
+        if place == "q":
+            want[0, 2, 1] = True
+        else:
+            want[0, :, 2:] = True
+        mask = torch.ones(4, S, dtype=torch.bool) if masked else None
+        for out in (masked_attention(q, k, v, mask), masked_attention(q, k, v, mask, return_lse=True)[0]):
+            assert torch.equal(out.isnan().all(-1), want), place
+            assert torch.equal(out.isnan().any(-1), want), place
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_key_that_is_not_finite_stays_with_its_queries_when_lse_is_returned(bad):
+    q, k, v, _ = make_qkv(L=4)
+    mask = torch.ones(4, 7, dtype=torch.bool)
+    mask[:3, -1] = False
+    want_out, want_lse = attention_by_loops(q, k, v, mask.expand(2, 4, -1, -1), 8**-0.5)
+    k[:, -1] = bad
+    out, lse = masked_attention(q, k, v, mask, return_lse=True)
+    torch.testing.assert_close(out[:, :3].double(), want_out[:, :3], rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(lse[..., :3].double(), want_lse[..., :3], rtol=2e-5, atol=2e-6)
+
+
 def test_packed_documents_equal_each_document_alone():
     q, k, v, _ = make_qkv(L=9, S=9)
     lengths = [4, 2, 3]
@@ -224,7 +289,11 @@ def tensors(**changes):
         (tensors(k=(2, 7, 0, 8), v=(2, 7, 0, 8)), "4 heads and k_BSNH 0"),
         ((*tensors()[:2], tensors()[2].double()), "share one floating dtype"),
         (tuple(t.int() for t in tensors()), "share one floating dtype"),
+        (tuple(t.to(torch.float8_e4m3fn) for t in tensors()), "share one floating dtype"),
+        (tensors(q=(2, 5, 4, 0), k=(2, 7, 2, 0)), "the head size (last) must be at least 1"),
+        (([[1.0]], *tensors()[1:]), "q_BLNH is of type list"),
         ((*tensors(), torch.zeros(5, 7)), "boolean mask"),
+        ((*tensors(), [[True]]), "mask is of type list; pass a boolean mask"),
         ((*tensors(), torch.ones(5, 6, dtype=torch.bool)), "does not broadcast"),
         ((*tensors(), torch.ones(1, 2, 4, 5, 7, dtype=torch.bool)), "does not broadcast"),
     ],
@@ -242,6 +311,7 @@ def test_attention_errors(arguments, words):
         (lambda: document_causal_mask(torch.zeros(4, dtype=torch.int64)), "pass integers"),
         (lambda: document_causal_mask(torch.zeros(1, 4, dtype=torch.int64), window=0), "window is 0"),
         (lambda: document_ids_from_positions(torch.zeros(1, 4, dtype=torch.bool)), "pass integers"),
+        (lambda: document_ids_from_positions([[0, 1]]), "is of type list; pass a tensor of integers"),
     ],
 )
 def test_mask_errors(make, words):

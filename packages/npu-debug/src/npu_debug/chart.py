@@ -31,12 +31,14 @@ def chart(
     columns, rows = width * across, height * down
     low, high = min(y for _, y in points), max(y for _, y in points)
     start, end = xs[0], xs[-1]
+    # Half of each, so that the difference of two floats of opposite sign is finite.
+    unit = 1 if math.isfinite(high - low) else 0.5
 
     def column(x: float, size: int) -> int:
         return round((x - start) / (end - start) * (size - 1)) if end > start else 0
 
     def row(y: float) -> int:
-        return round((high - y) / (high - low) * (rows - 1)) if high > low else rows // 2
+        return round((high * unit - y * unit) / (high * unit - low * unit) * (rows - 1)) if high > low else rows // 2
 
     cells = [[0] * width for _ in range(height)]
 

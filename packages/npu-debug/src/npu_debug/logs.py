@@ -30,13 +30,17 @@ BLOCK_BYTES = 1 << 20
 _HUGE = 1 << 1000
 _MAX_STEP = 1 << 63
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PREFIX = re.compile(r"\s*(?:(\d+): ?)?(?:\[[A-Za-z_]+(\d+)\]: ?)?")
+_PREFIX = re.compile(r"\s*(?:(\d{1,9}): ?)?(?:\[[A-Za-z_]+(\d{1,9})\]: ?)?")
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d),(\d{3})")
-_TRAIN = re.compile(r"(validate )?step: *(\d+)\s+loss: *(\S+)(.*)")
+# At most 18 digits, which is below _MAX_STEP.
+_TRAIN = re.compile(r"(validate )?step: *(\d{1,18})\s+loss: *(\S+)(.*)")
 _FIELD = re.compile(r"(grad_norm|memory|tps|wps|tflops|mfu): *(-?(?:[\d.,]+|nan|inf))")
-_STARTS = re.compile(r"Training starts at step (\d+)")
-_NOT_FINITE = re.compile(r"Loss is not finite.* at step (\d+)")
+_STARTS = re.compile(r"Training starts at step (\d{1,18})\b")
+_NOT_FINITE = re.compile(r"Loss is not finite.* at step (\d{1,18})\b")
+_GARBLED = re.compile(r" - (validate )?step:")
 _COLUMN = {"memory": "memory_gib", "tps": "tokens_per_s", "wps": "tokens_per_s"}
+# What has to be finite, and what a person calls it.
+_JUDGED = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate"}
 
 
 @dataclass
@@ -98,7 +102,10 @@ class Summary:
         validation_step: Step of the last validation.
         wall_s: Time from the first to the last record, pauses between attempts included, s.
         restarts: See `Run.restarts`.
-        nonfinite_steps: Steps with a NaN or infinite loss or gradient norm that no later attempt put right.
+        nonfinite: Steps with a NaN or infinity that no later attempt put right, by where it was: "loss",
+            "gradient norm", "learning rate", "validation loss", or "loss or gradient norm" where only the stop of the
+            run was logged.
+        nonfinite_steps: All steps of `nonfinite`.
         problem: Whether a person has to look at this run.
     """
 
@@ -123,6 +130,7 @@ class Summary:
     validation_step: int | None = None
     wall_s: float | None = None
     restarts: list[int | None] = field(default_factory=list)
+    nonfinite: dict[str, list[int]] = field(default_factory=dict)
     nonfinite_steps: list[int] = field(default_factory=list)
     problem: bool = False
 
@@ -147,9 +155,14 @@ def read_run(path: str | Path, progress: Callable[[int], None] | None = None) ->
         The run.
 
     Raises:
-        InputError: The path is missing, unreadable, empty, or holds neither format.
+        InputError: The path is empty, missing, unreadable, empty, or holds neither format.
     """
     name = str(path)
+    if not name:
+        raise InputError(
+            f"The name of a run is empty. Give the output folder of a training run, its {METRICS_FILE}, or its console "
+            "log; an unset shell variable may be the reason."
+        )
     if name == "-":
         return _read(name, sys.stdin.buffer, progress)
     file = Path(path)
@@ -190,27 +203,36 @@ def summarise(run: Run, slow_factor: float = 2.0) -> Summary:
         found.wall_s = run.last_time - run.first_time
 
     bad = {
-        step
-        for key in ("loss", "grad_norm")
-        for step, v in zip(steps, columns.get(key, ()), strict=False)
-        if v is not None and not isfinite(v)
+        what: {step for step, v in zip(steps, columns.get(key, ()), strict=False) if v is not None and not isfinite(v)}
+        for key, what in _JUDGED.items()
     }
+    by_column = set().union(*bad.values())
+    bad["loss or gradient norm"] = set()
     logged_by = dict(zip(steps, attempts, strict=True))
     last_kinds = set()
+    validations: dict[int, Number | None] = {}
     for event in run.events:
         kind, step = event.get("event"), event.get("step")
         if event["attempt"] == attempt:
             last_kinds.add(kind)
-        if kind == "nonfinite" and isinstance(step, int) and (logged_by.get(step) or 0) <= event["attempt"]:
-            bad.add(step)
+        # A step that a later attempt logged again was put right, or is judged by what that attempt logged.
+        if type(step) is not int or logged_by.get(step, 0) > event["attempt"]:
+            continue
+        if kind == "nonfinite" and step not in by_column:
+            bad["loss or gradient norm"].add(step)
         if kind == "validation":
-            found.validation_loss, found.validation_step = _number(event.get("loss")), step
-    found.nonfinite_steps = sorted(bad)
+            validations.pop(step, None)
+            validations[step] = _number(event.get("loss"))
+    if validations:
+        found.validation_step, found.validation_loss = list(validations.items())[-1]
+    bad["validation loss"] = {step for step, loss in validations.items() if loss is not None and not isfinite(loss)}
+    found.nonfinite = {what: sorted(found_at) for what, found_at in bad.items() if found_at}
+    found.nonfinite_steps = sorted(set().union(*bad.values()))
     if "nonfinite" in last_kinds:
         found.status = "non-finite"
     elif "end" in last_kinds:
         found.status = "finished"
-    found.problem = bool(bad) or found.status == "non-finite"
+    found.problem = bool(found.nonfinite) or found.status == "non-finite"
     if not steps:
         return found
 
@@ -260,7 +282,8 @@ def percentile(values: Iterable[Number | None], percent: float) -> float | None:
     place = (len(ranked) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ranked) - 1)
-    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+    # Not low + (high - low) * part: that difference of two floats can be infinite.
+    return ranked[low] * (1 - (place - low)) + ranked[high] * (place - low)
 
 
 def _finite(value: object) -> bool:
@@ -391,8 +414,8 @@ def _parse_json(block: list[str]) -> list[dict | bool | None]:
         value
         if type(value) is dict
         and (
-            isinstance(value.get("event"), str)
-            if value.get("event") is not None
+            isinstance(event, str) and (event != "validation" or type(value.get("step")) is int)
+            if (event := value.get("event")) is not None
             else type(step := value.get("step")) is int and 0 <= step < _MAX_STEP and not METRICS.isdisjoint(value)
         )
         else (None if value is None else False)
@@ -445,7 +468,7 @@ def _console_record(text: str) -> dict | bool | None:
         return record | {"event": "nonfinite", "step": int(match[1])}
     if text.rstrip().endswith("Training completed"):
         return record | {"event": "end"}
-    return False if " - step:" in text else None
+    return False if _GARBLED.search(text) else None
 
 
 def _choose_rank(by_rank: dict[int, list[dict]]) -> tuple[list[dict], list[str]]:

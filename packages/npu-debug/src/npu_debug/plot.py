@@ -12,12 +12,16 @@ from npu_debug.errors import InputError
 from npu_debug.logs import Run
 
 SUFFIXES = (".png", ".svg")
+# Beyond this matplotlib's own arithmetic overflows.
+_LARGEST = 1e300
 # Fonts with Chinese, Japanese and Korean characters that systems ship, for the names of runs.
 _CJK_FONTS = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei")
 
 
 def plot(runs: Sequence[Run], file: str | Path, fields: Sequence[str] = ("loss",)) -> None:
     """Draw one panel per field with one line per run over the step number.
+
+    A value that is not finite, or beyond 1e300 in size, is a gap in its line.
 
     The file appears under its name only when it is complete.
 
@@ -29,9 +33,11 @@ def plot(runs: Sequence[Run], file: str | Path, fields: Sequence[str] = ("loss",
     Raises:
         InputError: matplotlib is missing, the suffix is another, or the file cannot be written.
     """
-    file = Path(file)
+    name, file = str(file), Path(file)
     if file.suffix.lower() not in SUFFIXES:
-        raise InputError(f"{file} cannot be drawn: the name of a plot has to end in {' or '.join(SUFFIXES)}.")
+        raise InputError(
+            f"{name or repr(name)} cannot be drawn: the name of a plot has to end in {' or '.join(SUFFIXES)}."
+        )
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,7 +55,7 @@ def plot(runs: Sequence[Run], file: str | Path, fields: Sequence[str] = ("loss",
         for panel, name in zip(panels, fields, strict=True):
             for run in runs:
                 if name in run.steps:
-                    values = [math.nan if v is None else v for v in run.steps[name]]
+                    values = [v if v is not None and abs(v) <= _LARGEST else math.nan for v in run.steps[name]]
                     style = {"linewidth": 1.2, "marker": "." if len(values) < 50 else ""}
                     panel.plot(run.steps["step"], values, label=_label(run.name, families), **style)
             panel.set_ylabel(_label(name, families))

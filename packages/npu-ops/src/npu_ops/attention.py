@@ -3,12 +3,17 @@
 Shape suffixes: B batch, L queries, S keys, N heads, H head size of queries and keys, V head size of values.
 """
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 
 _HALF = (torch.bfloat16, torch.float16)
+_DTYPES = (*_HALF, torch.float32, torch.float64)
+# The widest vector of a CPU kernel, in float32 numbers (AVX-512).
+_VECTOR = 16
 
 
 @overload
@@ -56,13 +61,21 @@ def masked_attention(
     * V != H: the fused CPU kernel wants equal head sizes. Zero padding to the larger one gives 35 ms instead of 46 ms
       (float32, H=48, V=32), and no (L, S) matrix in memory.
 
+    ``torch.autocast`` changes none of these dtypes: it is off inside on a CPU, and with ``return_lse`` on any device.
+
+    Inputs are expected to be finite. Where they are not, the following holds on a CPU, and with ``return_lse`` on any
+    device. A query that is NaN, or attends to a key or value that is, has a NaN in its output. One that does not attend
+    to it may have a NaN as well, because a masked key still takes part, with weight 0; only with ``return_lse`` does a
+    key that is not finite stay with the queries that attend to it. Where every score of a query is -inf, from an
+    infinity or an overflow, its output is NaN with ``return_lse`` and may be 0 without.
+
     Args:
-        q_BLNH: Queries (B, L, N, H), any floating dtype.
+        q_BLNH: Queries (B, L, N, H) in bfloat16, float16, float32 or float64; H is at least 1.
         k_BSNH: Keys (B, S, Nkv, H), dtype of the queries. N must be a multiple of Nkv; query head n uses key/value head
             ``n // (N // Nkv)``.
         v_BSNV: Values (B, S, Nkv, V), dtype of the queries. V may differ from H (multi-head latent attention).
         mask: Boolean, True where a query attends to a key; broadcastable to (B, N, L, S). None: every key.
-        scale: Factor of the scores; None is ``H ** -0.5``.
+        scale: Factor of the scores, finite; None is ``H ** -0.5``.
         return_lse: Also return the logarithm of the softmax denominators. The scores are then computed unfused, in
             float32 (float64 for float64 inputs), and take O(B N L S) memory.
 
@@ -72,13 +85,16 @@ def masked_attention(
         LSE -inf, and contributes no gradient.
 
     Raises:
-        ValueError: Shapes, dtypes or head counts that do not fit together, or a mask that is not boolean.
+        ValueError: Inputs that are not tensors, shapes, dtypes or head counts that do not fit together, a mask that is
+            not boolean, or a scale that is not finite.
     """
     _check_qkv(q_BLNH, k_BSNH, v_BSNV)
     B, L, N, H = q_BLNH.shape
     S = k_BSNH.shape[1]
     if scale is None:
         scale = H**-0.5
+    elif not -math.inf < scale < math.inf:
+        raise ValueError(f"scale is {scale}; pass a finite number, or None for H ** -0.5.")
 
     attends = None
     if mask is not None:
@@ -158,7 +174,13 @@ def _fused(
             q, k, v = q.float(), k.float(), v.float()
         width = max(q.shape[-1], v.shape[-1])
         q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BNLS, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        if mask_BNLS is None and k.shape[2] < _VECTOR:
+            # Without a mask the kernel loses a NaN in rows shorter than a vector: it returns 0 for them.
+            mask_BNLS = q.new_ones((1, 1, 1, 1), dtype=torch.bool)
+    with _no_autocast(q) if q.device.type == "cpu" else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask_BNLS, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out[..., : v_BSNV.shape[-1]].transpose(1, 2).to(q_BLNH.dtype)
 
 
@@ -169,18 +191,26 @@ def _unfused(
     repeats = q_BLNH.shape[2] // k_BSNH.shape[2]
     q = q_BLNH.transpose(1, 2).to(dtype)
     k, v = (t.transpose(1, 2).to(dtype).repeat_interleave(repeats, dim=1) for t in (k_BSNH, v_BSNV))
-    scores_BNLS = (q * scale) @ k.transpose(-1, -2)
-    if mask_BNLS is not None:
-        scores_BNLS = scores_BNLS.masked_fill(~mask_BNLS, float("-inf"))
-    lse_BNL = scores_BNLS.logsumexp(dim=-1)
-    out = (scores_BNLS - lse_BNL[..., None]).exp() @ v
+    with _no_autocast(q):
+        scores_BNLS = (q * scale) @ k.transpose(-1, -2)
+        if mask_BNLS is not None:
+            scores_BNLS = scores_BNLS.masked_fill(~mask_BNLS, float("-inf"))
+        lse_BNL = scores_BNLS.logsumexp(dim=-1)
+        out = (scores_BNLS - lse_BNL[..., None]).exp() @ v
     return out.transpose(1, 2).to(q_BLNH.dtype), lse_BNL
+
+
+def _no_autocast(tensor: torch.Tensor) -> AbstractContextManager:
+    device = tensor.device.type
+    # A meta tensor has no autocast to ask about.
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def _mask_4d(mask: torch.Tensor, shape_BNLS: tuple[int, int, int, int]) -> torch.Tensor:
     """The mask with leading dimensions of size 1 added, so that it has four."""
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask has dtype {mask.dtype}; pass a boolean mask, True where a query attends to a key.")
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        raise ValueError(f"mask {_kind(mask)}; pass a boolean mask, True where a query attends to a key.")
     padded = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(padded) > 4 or any(m not in (1, n) for m, n in zip(padded, shape_BNLS, strict=False)):
         raise ValueError(
@@ -196,18 +226,22 @@ def _check_qkv(q_BLNH: torch.Tensor, k_BSNH: torch.Tensor, v_BSNV: torch.Tensor)
         ("k_BSNH", k_BSNH, "(B, S, Nkv, H)"),
         ("v_BSNV", v_BSNV, "(B, S, Nkv, V)"),
     ):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} {_kind(tensor)}; pass a tensor {dims}.")
         if tensor.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have four dimensions {dims}.")
-        if not tensor.is_floating_point() or tensor.dtype != q_BLNH.dtype:
+        if tensor.dtype not in _DTYPES or tensor.dtype != q_BLNH.dtype:
             raise ValueError(
                 f"{name} has dtype {tensor.dtype} and q_BLNH {q_BLNH.dtype}; "
-                "queries, keys and values must share one floating dtype."
+                "queries, keys and values must share one floating dtype: bfloat16, float16, float32 or float64."
             )
     q_shape, k_shape, v_shape = tuple(q_BLNH.shape), tuple(k_BSNH.shape), tuple(v_BSNV.shape)
     if q_shape[0] != k_shape[0] or q_shape[3] != k_shape[3]:
         raise ValueError(
             f"q_BLNH has shape {q_shape} and k_BSNH {k_shape}; batch (first) and head size (last) must be equal."
         )
+    if q_shape[3] == 0:
+        raise ValueError(f"q_BLNH has shape {q_shape} and k_BSNH {k_shape}; the head size (last) must be at least 1.")
     if k_shape[:3] != v_shape[:3]:
         raise ValueError(
             f"k_BSNH has shape {k_shape} and v_BSNV {v_shape}; all but the last dimension, (B, S, Nkv), must be equal."
@@ -219,6 +253,12 @@ def _check_qkv(q_BLNH: torch.Tensor, k_BSNH: torch.Tensor, v_BSNV: torch.Tensor)
         )
 
 
+def _kind(value: object) -> str:
+    return f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is of type {type(value).__name__}"
+
+
 def _check_integer_BL(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} {_kind(tensor)}; pass a tensor of integers (B, L).")
     if tensor.dim() != 2 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; pass integers (B, L).")

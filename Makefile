@@ -13,6 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do command -v $$p >/dev/null && \
 UV_VERSION := 0.13.9
 UV = $(shell command -v uv || echo $(CACHE)/uv-$(UV_VERSION)/bin/uv)
 RUN = .venv/bin/
+SIM = .venvs/sim/bin/
 # torch_npu has a file of its own: on a machine without CANN it breaks a plain `import torch`.
 PINS := wheelhouse/requirements.txt wheelhouse/requirements-npu.txt
 
@@ -79,9 +80,9 @@ ifdef PKG
 test: wheelhouse
 	@test -d packages/$(PKG) || { echo "there is no package '$(PKG)'; choose one of: $(PACKAGES)" >&2; exit 2; }
 	export UV_PROJECT_ENVIRONMENT=.venvs/$(PKG)
-	$(UV) sync --quiet --locked --offline --package $(PKG) $(if $(filter npu-debug,$(PKG)),--extra plot --extra torch) \
+	$(UV) sync --quiet --locked --offline --package $(PKG) $(if $(filter npu-debug,$(PKG)),--extra plot --extra sim) \
 	    --group test --no-default-groups --python $(PYTHON)
-	.venvs/$(PKG)/bin/python -m pytest packages/$(PKG)/tests
+	.venvs/$(PKG)/bin/python -m pytest packages/$(PKG)/tests $(if $(filter npu-debug,$(PKG)),--sim)
 else
 # Half of the tests wait for one process at a time, so the two kinds share the cores.
 test: sync
@@ -102,8 +103,13 @@ test-packages: wheelhouse
 	exit $$failed
 
 .PHONY: integration
-integration: sync ## Only the tests that need several processes or packages
-	@$(RUN)python -m pytest tests-integration --durations=15
+integration: sync sync-sim ## Only the tests that need several processes or packages
+	@$(RUN)python -m pytest tests-integration -m "not sim" --durations=15
+	$(SIM)python -m pytest tests-integration -m sim --sim --durations=5
+
+.PHONY: sync-sim
+sync-sim: wheelhouse ## Set up .venvs/sim: .venv with torch_npu, for simulated NPUs
+	@UV_PROJECT_ENVIRONMENT=.venvs/sim $(UV) sync --quiet --locked --offline --all-packages --extra npu --extra sim --python $(PYTHON)
 
 .PHONY: lint
 lint: sync ## Check style, formatting and import rules
@@ -120,7 +126,7 @@ docs-serve: sync ## Serve the site on this machine while editing
 	@$(RUN)mkdocs serve
 
 .PHONY: bench
-bench: sync ## Measure speed against the named rivals
+bench: sync ## Measure speed against torchtitan's own trainer, and attention against torch's SDPA with a dense mask
 	@for file in packages/*/benchmarks/bench_*.py; do $(RUN)python $$file; done
 
 .PHONY: wheelhouse-bundle
@@ -128,4 +134,4 @@ wheelhouse-bundle: wheelhouse ## Pack all wheels for a machine without internet
 	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps uv==$(UV_VERSION) -d wheelhouse/wheels 2>/dev/null
 	tar --dereference -cf wheelhouse/wheelhouse.tar.part -C wheelhouse wheels
 	mv wheelhouse/wheelhouse.tar.part wheelhouse/wheelhouse.tar
-	echo "wheelhouse/wheelhouse.tar: unpack it in wheelhouse/ of a clone there, then run make sync"
+	echo "wheelhouse/wheelhouse.tar: copy it to the same place in a clone there, then: tar -xf wheelhouse/wheelhouse.tar -C wheelhouse && make sync"

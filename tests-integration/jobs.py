@@ -53,7 +53,6 @@ def train(
             "module": model,
             "config": f"{model}_debugmodel",
             "options": [*arguments, *options, f"activation-checkpoint:{recompute}"],
-            "device": "cpu",
             "dump_folder": str(folder),
             **request,
         },

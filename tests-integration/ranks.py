@@ -38,9 +38,14 @@ class Job:
 
 
 class RankServer:
-    """Client of the forking server process."""
+    """Client of the forking server process.
 
-    def __init__(self) -> None:
+    Args:
+        device: What its jobs train on: ``cpu`` or ``sim``.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         environment = {
             **{k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
             "OMP_NUM_THREADS": "1",
@@ -49,13 +54,18 @@ class RankServer:
             "PYTHONPATH": str(Path(__file__).parent),
         }
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__, device],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def run(self, request: dict[str, Any], world_size: int, timeout: float = 300) -> Job:
         folder = Path(request["dump_folder"])
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"output-{time.monotonic_ns()}.txt"
+        request = {"device": self.device, **request}
         job = {"request": request, "world_size": world_size, "timeout": timeout, "log": str(log)}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -106,7 +116,7 @@ def _become_rank(rank: int, world_size: int, port: int, job: dict[str, Any]) -> 
 def _serve() -> None:
     from npu_train.device import select_device
 
-    select_device("cpu")
+    select_device(sys.argv[1])
     import torchtitan.models.deepseek_v3.config_registry
     import torchtitan.models.llama3.config_registry  # noqa: F401
 

@@ -52,7 +52,37 @@ def test_chart_is_ascii_when_asked_or_needed(run, capsys, monkeypatch, reason):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_loss_is_exit_code_1(run, capsys, bad):
     assert main(["logs", run("good"), run("bad", (4.0, bad, 3.0))]) == 1
-    assert "NOT FINITE  loss or gradient norm at step 2" in capsys.readouterr().out
+    assert "NOT FINITE  loss at step 2\n" in capsys.readouterr().out
+
+
+def test_learning_rate_and_validation_loss_are_judged(tmp_path, capsys):
+    lines = [
+        '{"step": 1, "time": 1.0, "loss": 4.0, "grad_norm": 1.0, "lr": NaN}',
+        '{"event": "validation", "time": 2.0, "step": 1, "loss": NaN}',
+        '{"event": "end", "time": 3.0, "step": 1}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["logs", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "1 logged, finished" in out
+    assert "NOT FINITE  learning rate at step 1; validation loss at step 1\n" in out
+
+
+def test_largest_floats_print_short_lines(tmp_path, capsys):
+    rows = [("1e300", "Infinity"), ("2", "-1e308"), ("3", "1e308")]
+    lines = [
+        f'{{"step": {i}, "time": {time}, "loss": {loss}, "memory_gib": 1e300, "tokens_per_s": 1e300, "step_s": 1e300}}'
+        for i, (time, loss) in enumerate(rows, 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["logs", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "  loss        inf -> 1e+308, best -1e+308 at step 2\n" in out
+    assert "  tokens/s    median 1e+300\n" in out
+    assert "  memory      max 1e+300 GiB\n" in out
+    assert "  wall time   1e+300 s\n" in out
+    assert "  NOT FINITE  loss at step 1\n" in out
+    assert max(len(line) for line in out.splitlines()[1:]) < 100
 
 
 def test_json(run, capsys):
@@ -74,13 +104,14 @@ def test_standard_input(run, capsys, monkeypatch):
     ("argv", "message"),
     [
         (["lgos"], "There is no command 'lgos'. Did you mean logs?"),
-        (["zzz"], "There is no command 'zzz'. Known: logs."),
+        (["zzz"], "There is no command 'zzz'. Known: logs"),
         (["logs", "x", "--jsn"], "There is no argument '--jsn'. Did you mean --json"),
         (["logs", "x", "--js"], "Did you mean --json"),
         (["logs", "x", "--plt=a.png"], "Did you mean --plot"),
         (["--verson"], "Did you mean --version"),
         (["logs"], "the following arguments are required: RUN"),
         (["logs", "/nowhere/at/all"], "There is no file or folder /nowhere/at/all."),
+        (["logs", ""], "The name of a run is empty."),
     ],
 )
 def test_unusable_arguments(capsys, argv, message):
@@ -105,6 +136,13 @@ def test_unknown_field_suggests_a_near_one(run, capsys):
     assert "There is no column 'gradnorm'. Did you mean grad_norm?" in capsys.readouterr().err
     assert main(["logs", path, "--field", ","]) == 2
     assert main(["logs", path, "--field", "grad_norm, loss"]) == 0
+
+
+def test_empty_plot_name(run, capsys):
+    assert main(["logs", run(), "--plot", ""]) == 2
+    captured = capsys.readouterr()
+    assert "'' cannot be drawn: the name of a plot has to end in .png or .svg" in captured.err
+    assert captured.out == ""
 
 
 def test_run_without_steps(tmp_path, capsys):

@@ -27,8 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 done, 1 the thing examined has a problem, 2 the input is unusable.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    # What comes after -- is a program of the user with options of its own.
+    own, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     try:
-        code = _dispatch(argv)
+        code = _dispatch(own, program)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"npu-debug failed with {type(problem).__name__}: {problem}. This is a defect of npu-debug, not of your "
             "input; run it again with --debug and report the traceback."
         )
-    if "--debug" in argv:
+    if "--debug" in own:
         import traceback
 
         traceback.print_exception(problem)
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return UNUSABLE
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(argv: list[str], program: list[str] | None) -> int:
     parser, commands = _parser()
     args, unknown = parser.parse_known_args(argv)
     if args.version:
@@ -68,6 +70,10 @@ def _dispatch(argv: list[str]) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return UNUSABLE
+    if args.command == "sim":
+        args.program = program
+    elif program is not None:
+        raise InputError(f"npu-debug {args.command} starts no program; leave -- and what follows it out.")
     return args.function(args)
 
 
@@ -98,7 +104,7 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "logs",
         help="summarise and draw the metrics of training runs",
         description="Summarise and draw the metrics of training runs.",
-        epilog="Exit codes: 0 fine, 1 a run has a non-finite loss or gradient norm, 2 the input is unusable.",
+        epilog="Exit codes: 0 fine, 1 a loss, gradient norm or learning rate is not finite, 2 the input is unusable.",
         parents=[debug],
         allow_abbrev=False,
     )
@@ -109,7 +115,33 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     logs.add_argument("--plot", metavar="FILE", help="draw the fields of all runs into FILE (.png or .svg)")
     logs.add_argument("--field", metavar="NAME,...", help="columns to draw, separated by commas (default: loss)")
     logs.set_defaults(function=_logs, command="logs")
+    sim = commands.add_parser(
+        "sim",
+        help="run a program on simulated Ascend devices",
+        usage="npu-debug sim [options] -- PROGRAM [arguments]",
+        description="Run a program on simulated Ascend devices: the real torch_npu, on a machine without NPU and CANN.",
+        epilog="Examples: npu-debug sim -- python train.py    npu-debug sim --nproc 4 -- torchrun train.py. "
+        "The exit code is the program's; 2 where it could not be started.",
+        parents=[debug],
+        allow_abbrev=False,
+    )
+    sim.add_argument("--nproc", metavar="N", help="processes on this machine, started by torchrun")
+    sim.add_argument("--soc", metavar="NAME", help="SoC the devices are (default: Ascend910B1)")
+    sim.add_argument("--devices", metavar="N", help="number of devices (default: 8)")
+    sim.add_argument("--memory", metavar="SIZE", help="memory of each device (default: 64GiB)")
+    sim.add_argument("--trace", metavar="FILE", help="append every device call to FILE, a line of JSON each")
+    sim.add_argument("--strict-cuda", action="store_true", help="any use of torch.cuda by the program raises")
+    sim.set_defaults(function=_sim, command="sim", program=None)
     return parser, commands.choices
+
+
+def _sim(args: argparse.Namespace) -> int:
+    from npu_debug.simulation import command, settings
+
+    chosen = settings.read(vars(args))
+    if args.nproc is not None and (not args.nproc.isdigit() or int(args.nproc) < 1):
+        raise InputError(f"--nproc {args.nproc} is not a number of processes. Give 1 or more.")
+    command.run(args.program or [], chosen, None if args.nproc is None else int(args.nproc))
 
 
 def _unknown(what: str, given: str, known: Sequence[str]) -> NoReturn:
@@ -137,7 +169,7 @@ def _logs(args: argparse.Namespace) -> int:
         raise InputError("\n".join(errors))
     fields = _fields(args.field, runs)
     summaries = [summarise(run) for run in runs]
-    if args.plot:
+    if args.plot is not None:
         # Before anything is printed, so that a plot that cannot be drawn leaves no half answer.
         from npu_debug.plot import plot
 
@@ -187,7 +219,7 @@ def _text(run: Run, found: Summary, fields: Sequence[str]) -> str:
         ("memory", _value(found.memory_gib_max, ".2f", "max ", " GiB")),
         ("wall time", None if found.wall_s is None else _duration(found.wall_s)),
         ("restarts", f"{len(found.restarts)}, {_restarts(found.restarts)}" if found.restarts else None),
-        ("NOT FINITE", _steps(found.nonfinite_steps, "loss or gradient norm at step ")),
+        ("NOT FINITE", "; ".join(_steps(at, f"{what} at step ") for what, at in found.nonfinite.items())),
     ]
     if found.first_step is None:
         rows[0] = ("steps", f"none logged, {found.status}")
@@ -210,15 +242,20 @@ def _printable(text: str) -> str:
 def _loss(found: Summary) -> str | None:
     if found.first_loss is None or found.last_loss is None:
         return _at(found.best_loss, ".4f", found.best_step, "best ")
-    text = f"{found.first_loss:.4f} -> {found.last_loss:.4f}"
+    text = f"{_number(found.first_loss, '.4f')} -> {_number(found.last_loss, '.4f')}"
     if found.drop_nats is not None:
         change = "down" if found.drop_nats >= 0 else "UP"
-        text += f", {change} {abs(found.drop_nats):.4f} nats"
-    return text if found.best_loss is None else f"{text}, best {found.best_loss:.4f} at step {found.best_step}"
+        text += f", {change} {_number(abs(found.drop_nats), '.4f')} nats"
+    return text if found.best_loss is None else f"{text}, {_at(found.best_loss, '.4f', found.best_step, 'best ')}"
 
 
 def _value(value: float | None, form: str, before: str = "", after: str = "") -> str | None:
-    return None if value is None else f"{before}{value:{form}}{after}"
+    return None if value is None else f"{before}{_number(value, form)}{after}"
+
+
+def _number(value: float, form: str) -> str:
+    # A fixed number of decimals would print 1e300 with 300 digits.
+    return f"{value:{form if abs(value) < 1e15 else '.4g'}}"
 
 
 def _at(value: float | None, form: str, step: int | None, before: str = "") -> str | None:
@@ -239,6 +276,8 @@ def _restarts(steps: Sequence[int | None]) -> str:
 def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
+    if seconds >= 1e15:
+        return f"{seconds:.4g} s"
     hours, rest = divmod(round(seconds), 3600)
     minutes, seconds = divmod(rest, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .errors import InputError
 
-DEVICES = ("auto", "npu", "cuda", "cpu")
+DEVICES = ("auto", "npu", "cuda", "cpu", "sim")
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,22 @@ def _load_torch_npu() -> str | None:
     return None
 
 
+def _load_simulated_npu() -> None:
+    from npu_debug.errors import InputError as CannotSimulate
+
+    try:
+        import npu_debug.sim  # noqa: F401
+    except CannotSimulate as error:
+        raise InputError(f"--device sim: {error}") from None
+
+
 def select_device(requested: str = "auto") -> Device:
     """Choose the device and point torchtitan at it.
 
     ``auto`` takes an NPU, else a CUDA GPU, else the CPU. Must run before any module of torchtitan is imported.
 
     Args:
-        requested: ``"auto"``, ``"npu"``, ``"cuda"`` or ``"cpu"``.
+        requested: ``"auto"``, ``"npu"``, ``"cuda"``, ``"cpu"``, or ``"sim"`` for simulated NPUs.
 
     Raises:
         InputError: the requested device is unknown or is not there.
@@ -58,6 +67,11 @@ def select_device(requested: str = "auto") -> Device:
     import torch
 
     notes: list[str] = []
+    if requested == "sim":
+        _load_simulated_npu()
+        return Device(
+            "npu", ["the NPUs are simulated on this machine's CPU: speed and memory bandwidth mean nothing here."]
+        )
     if requested in ("auto", "npu"):
         no_npu = _load_torch_npu()
         if no_npu is None:

@@ -1,4 +1,4 @@
-"""What a run prints: one line a step group on one process, warnings, and nothing else unless asked."""
+"""The terminal: which log lines and warnings of torch and torchtitan reach it, and how durations are written."""
 
 import logging
 import sys

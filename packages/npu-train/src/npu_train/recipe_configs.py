@@ -1,4 +1,4 @@
-"""torchtitan configuration functions of this project's own recipes (``--module npu_train.recipe_configs``)."""
+"""What our own recipes train, as torchtitan's configuration functions (``--module npu_train.recipe_configs``)."""
 
 import dataclasses
 from functools import partial
@@ -9,7 +9,6 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
@@ -26,6 +25,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from .data import TextDataLoader
+from .trainer import LastStepValidator
 
 QUICKSTART_DATA = files("npu_train") / "assets" / "quickstart"
 QUICKSTART_VOCAB_SIZE = 2048
@@ -98,7 +98,7 @@ def _on_quickstart_data(model_spec: ModelSpec, *, steps: int, lr: float) -> Trai
             disable_cuda_graphs=True,
         ),
         dataloader=TextDataLoader.Config(dataset_path=str(QUICKSTART_DATA / "corpus.jsonl")),
-        validator=Validator.Config(
+        validator=LastStepValidator.Config(
             enable=True,
             freq=steps,
             steps=4,

@@ -1,4 +1,4 @@
-"""The recipes: named configurations that ``npu-train run NAME`` starts. Free of heavy imports."""
+"""The list of recipes that ``npu-train run NAME`` knows. What they train is in recipe_configs.py; no heavy imports."""
 
 from dataclasses import dataclass
 

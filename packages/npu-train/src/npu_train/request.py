@@ -1,4 +1,4 @@
-"""What a user asked ``npu-train run`` for, as plain data that crosses process borders."""
+"""What a user asked ``npu-train run`` for, as plain data: passed to the worker processes and kept in ``run.json``."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -49,6 +49,8 @@ class StepLines(BaseLogger):
         if self._last is not None:
             step_s = (now - self._last[1]) / max(1, step - self._last[0])
             remaining = (now - self._first[1]) / max(1, step - self._first[0]) * (self._total_steps - step)
+        if step >= self._total_steps:
+            remaining = 0.0
         self._first = self._first or (step, now)
         self._last = (step, now)
         lr = next((value for key, value in metrics.items() if key.startswith("lr")), None)

@@ -4,8 +4,8 @@
     import torch
     torch.ones(3, device="npu")
 
-The devices follow the environment variables that `npu-debug sim` sets (NPU_SIM_SOC, NPU_SIM_DEVICES, NPU_SIM_MEMORY in bytes,
-NPU_SIM_TRACE, NPU_SIM_STRICT_CUDA). See the guide "Simulated devices" for what is simulated and what is not.
+The devices follow the environment variables that `npu-debug sim` sets (NPU_SIM_SOC, NPU_SIM_DEVICES, NPU_SIM_MEMORY in
+bytes, NPU_SIM_TRACE, NPU_SIM_STRICT_CUDA). See the guide "Simulated devices" for what is simulated and what is not.
 """
 
 import os

@@ -1,5 +1,7 @@
-"""Make the import of torch_npu in this process load the simulated devices: before it the stand-in libraries, after it the
-kernels. Nothing of torch_npu is changed; its libraries find the stand-ins by name because they are loaded already.
+"""Make the import of torch_npu in this process bring simulated devices.
+
+Before it the stand-in libraries are loaded, after it the kernels are registered. Nothing of torch_npu is changed; its
+libraries find the stand-ins by name because they are loaded already.
 """
 
 import ctypes
@@ -50,6 +52,10 @@ def _after() -> None:
     streams = kernels.Streams(_state["libascendcl.so"])
     _state["aten"] = kernels.register(streams)
     fused.register(streams)
+    if os.environ.get("NPU_SIM_STRICT_CUDA") == "1":
+        from . import strict_cuda
+
+        strict_cuda.install()
 
 
 class _Loader(importlib.abc.Loader):
@@ -98,7 +104,7 @@ def install() -> None:
         return
     if "torch_npu" in sys.modules:
         raise SimError(
-            "torch_npu is loaded already, so its devices cannot be simulated any more. Import npu_debug.sim before torch "
-            "and torch_npu, or start the program with npu-debug sim."
+            "torch_npu is loaded already, so its devices cannot be simulated any more. Import npu_debug.sim before "
+            "torch and torch_npu, or start the program with npu-debug sim."
         )
     sys.meta_path.insert(0, _Finder())

@@ -1,10 +1,9 @@
 """pytest: tests marked ``sim``, or that use the fixture ``sim``, run on simulated Ascend devices.
 
-A test that starts processes of its own on simulated devices is marked ``sim(in_process=False)``: pytest's own process is then
-left alone.
+A test that starts processes of its own on simulated devices is marked ``sim(in_process=False)``: pytest's own process
+is then left alone.
 """
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -31,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+def sim(request: pytest.FixtureRequest) -> ModuleType:
     """``torch.npu`` on simulated devices; they stay for the rest of the process."""
     from .build import SimError
 
@@ -43,4 +42,4 @@ def sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         if request.config.getoption("--sim"):
             pytest.fail(f"simulated Ascend devices cannot be used: {error}")
         pytest.skip(f"needs simulated Ascend devices: {error}")
-    yield torch.npu
+    return torch.npu

@@ -47,8 +47,8 @@ def read(values: Mapping[str, str | None]) -> Settings:
     """Check what a user gave.
 
     Args:
-        values: ``soc``, ``devices``, ``memory`` (bytes, or with a unit: ``64GiB``), ``trace``, ``strict_cuda``; what is absent
-            or None has its default.
+        values: ``soc``, ``devices``, ``memory`` (bytes, or with a unit: ``64GiB``), ``trace``, ``strict_cuda``; what is
+            absent or None has its default.
 
     Raises:
         InputError: with every value that cannot be used.
@@ -57,8 +57,8 @@ def read(values: Mapping[str, str | None]) -> Settings:
     soc = values.get("soc") or DEFAULT_SOC
     if not SOCS.fullmatch(soc):
         problems.append(
-            f"--soc {soc} is not an Ascend SoC that torch_npu 2.14.0 knows. Examples: Ascend910B1 (A2), Ascend910_9391 (A3), "
-            "Ascend950."
+            f"--soc {soc} is not an Ascend SoC that torch_npu 2.14.0 knows. Examples: Ascend910B1 (A2), Ascend910_9391 "
+            "(A3), Ascend950PR_9599."
         )
     devices = values.get("devices") or "8"
     if not devices.isdigit() or not 1 <= int(devices) <= 64:

@@ -45,8 +45,8 @@ class _StrictModule(types.ModuleType):
             if caller.partition(".")[0] not in _FRAMEWORKS:
                 portable = _PORTABLE.get(name, f"torch.npu.{name}, or its counterpart in torch.accelerator")
                 raise RuntimeError(
-                    f"{frame.f_code.co_filename}:{frame.f_lineno}: torch.cuda.{name} is used, and there is no CUDA device on "
-                    f"an Ascend machine. Write {portable}."
+                    f"{frame.f_code.co_filename}:{frame.f_lineno}: torch.cuda.{name} is used, and there is no CUDA "
+                    f"device on an Ascend machine. Write {portable}."
                 )
         return super().__getattribute__(name)
 

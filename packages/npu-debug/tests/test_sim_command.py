@@ -1,0 +1,152 @@
+"""`npu-debug sim`, its settings, the pytest plugin and --strict-cuda."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from npu_debug.cli import main
+from npu_debug.errors import InputError
+from npu_debug.simulation import command, settings
+
+sim = pytest.mark.sim(in_process=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"),
+    [("64GiB", 64 * 2**30), ("512 MiB", 512 * 2**20), ("1.5gib", 3 * 2**29), ("2GB", 2 * 10**9), ("1048576", 2**20)],
+)
+def test_memory_sizes(given: str, bytes_: int) -> None:
+    assert settings.read({"memory": given}).memory == bytes_
+
+
+def test_all_problems_are_told_together(tmp_path: Path) -> None:
+    given = {"soc": "Ascend910", "devices": "0", "memory": "64 GX", "trace": str(tmp_path / "no" / "file")}
+    with pytest.raises(InputError) as raised:
+        settings.read(given)
+    assert [line.split()[0] for line in str(raised.value).splitlines()] == ["--soc", "--devices", "--memory", "--trace"]
+
+
+@pytest.mark.parametrize("devices", ["-1", "65", "two", "1.5"])
+def test_devices_are_a_number(devices: str) -> None:
+    with pytest.raises(InputError, match="--devices"):
+        settings.read({"devices": devices})
+
+
+PYTHON = sys.executable
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+
+
+@pytest.mark.parametrize(
+    ("given", "nproc", "started"),
+    [
+        (["train.py", "--lr", "1"], None, [PYTHON, "train.py", "--lr", "1"]),
+        (["python", "train.py"], None, ["python", "train.py"]),
+        (["torchrun", "train.py"], 4, [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "train.py"]),
+        (["python", "train.py", "a"], 2, [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "train.py", "a"]),
+        (["python", "-m", "my.job"], 2, [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--module", "my.job"]),
+        (
+            ["torchrun", "--master-port", "0", "train.py"],
+            2,
+            [*TORCHRUN, "--nproc-per-node", "2", "--master-port", "0", "train.py"],
+        ),
+    ],
+)
+def test_what_is_started(given: list[str], nproc: int | None, started: list[str]) -> None:
+    assert command.command_line(given, nproc) == started
+
+
+@pytest.mark.parametrize(
+    ("given", "nproc", "says"),
+    [
+        ([], None, "no program"),
+        (["bash", "run.sh"], 2, "bash is neither"),
+        (["python", "-c", "1"], 2, "neither"),
+        (["torchrun", "--nproc-per-node=2", "a.py"], 2, "given twice"),
+    ],
+)
+def test_what_cannot_be_started(given: list[str], nproc: int | None, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        command.command_line(given, nproc)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["sim"], "no program"),
+        (["sim", "--nproc", "0", "--", "a.py"], "--nproc 0"),
+        (["sim", "--nproc", "9", "--", "a.py"], "as many devices"),
+        (["sim", "--", "no-such-program"], "no-such-program was not found"),
+        (["sim", "--memroy", "1GiB", "--", "a.py"], "--memory"),
+        (["logs", "x", "--", "a.py"], "starts no program"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert "Traceback" not in told
+
+
+def _sim(folder: Path, program: str, *options: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(program)
+    line = [sys.executable, "-m", "npu_debug", "sim", *options, "--", sys.executable, str(script)]
+    return subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(folder)})
+
+
+@sim
+def test_a_program_sees_the_devices_asked_for(tmp_path: Path) -> None:
+    # The environment's own sitecustomize still runs.
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['MINE'] = 'ran'\n")
+    program = """
+import os, sys, torch
+free, total = torch.npu.mem_get_info(1)
+print(torch.npu.device_count(), torch.npu.get_device_name(1), total, os.environ["MINE"])
+print(torch.accelerator.current_accelerator().type, torch.arange(4, device="npu").sum().item())
+sys.exit(7)
+"""
+    options = ["--devices", "2", "--soc", "Ascend910_9391", "--memory", "3GiB"]
+    done = _sim(tmp_path, program, *options)
+    assert done.returncode == 7, done.stderr
+    first, second = done.stdout.splitlines()[-2:]
+    assert first == f"2 Ascend910_9391 {3 * 2**30} ran"
+    assert second == "npu 6"
+
+
+@sim
+def test_strict_cuda_names_the_place_in_the_program(tmp_path: Path) -> None:
+    program = "import torch\ntorch.ones(1, device='npu')\nprint(torch.cuda.device_count())\n"
+    done = _sim(tmp_path, program, "--strict-cuda")
+    assert done.returncode == 1
+    assert f"{tmp_path / 'script.py'}:3: torch.cuda.device_count is used" in done.stderr
+    assert "torch.accelerator.device_count()" in done.stderr
+
+
+@sim
+def test_a_process_that_has_loaded_torch_npu_cannot_be_simulated_any_more(tmp_path: Path) -> None:
+    program = """
+import sys, types
+sys.modules["torch_npu"] = types.ModuleType("torch_npu")
+import npu_debug.simulation.hook as hook
+sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, hook._Finder)]
+hook.install()
+"""
+    done = _sim(tmp_path, program)
+    assert "torch_npu is loaded already" in done.stderr
+
+
+@sim
+def test_the_plugin_gives_marked_tests_simulated_devices(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.sim\n"
+        "def test_marked():\n    import torch\n    assert torch.ones(2, device='npu').sum().item() == 2\n"
+        "def test_fixture(sim):\n    assert sim.device_count() == 8\n"
+    )
+    line = [sys.executable, "-m", "pytest", "--sim", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout

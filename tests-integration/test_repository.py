@@ -60,7 +60,7 @@ def test_torch_npu_is_never_a_default_dependency() -> None:
 def test_make_help_lists_every_task() -> None:
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     listed = set(re.findall(r"^  make ([\w-]+)", shown, re.M))
-    tasks = "sync lock train test integration lint docs docs-serve bench wheelhouse-bundle help"
+    tasks = "sync sync-sim lock train test integration lint docs docs-serve bench wheelhouse-bundle help"
     assert listed == set(tasks.split())
 
 

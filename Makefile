@@ -126,8 +126,13 @@ docs-serve: sync ## Serve the site on this machine while editing
 	@$(RUN)mkdocs serve
 
 .PHONY: bench
-bench: sync ## Measure speed against torchtitan's own trainer, and attention against torch's SDPA with a dense mask
-	@for file in packages/*/benchmarks/bench_*.py; do $(RUN)python $$file; done
+bench: sync sync-sim ## Measure against torchtitan's own trainer, SDPA with a dense mask, and the CPU (simulated NPUs)
+	@failed=0
+	for file in packages/npu-ops/benchmarks/bench_*.py packages/npu-train/benchmarks/bench_*.py; do
+	    $(RUN)python $$file || failed=1
+	done
+	$(SIM)python packages/npu-debug/benchmarks/bench_sim.py || failed=1
+	exit $$failed
 
 .PHONY: wheelhouse-bundle
 wheelhouse-bundle: wheelhouse ## Pack all wheels for a machine without internet

@@ -3,8 +3,8 @@
     .venvs/sim/bin/python packages/npu-debug/benchmarks/bench_sim.py [--steps 20]
 
 Needs an environment with torch_npu (make sync-sim). The kernels are timed by turns in one process. The training step is
-npu-train's quickstart recipe, once on the CPU and once on a simulated device, started together and run by turns. The start is
-what `import npu_debug.sim` takes beyond `import torch` and torch_npu's own import, with the libraries built already.
+npu-train's quickstart recipe, once on the CPU and once on a simulated device, started together and run by turns. The
+start is what `import npu_debug.sim` takes beyond the imports of torch and torch_npu, with the libraries built already.
 """
 
 import argparse
@@ -119,9 +119,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     if importlib.util.find_spec("torch_npu") is None:
-        print(
-            "bench_sim needs torch_npu: make sync-sim, then .venvs/sim/bin/python packages/npu-debug/benchmarks/bench_sim.py"
-        )
+        print("bench_sim needs torch_npu: make sync-sim, then run it with .venvs/sim/bin/python")
         return 2
     measured = {
         "start-up (s)": start_up(),

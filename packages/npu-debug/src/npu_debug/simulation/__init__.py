@@ -1,1 +1,1 @@
-"""The machinery of simulated Ascend devices; nothing here is active until `npu_debug.sim` or `hook.install` is asked for."""
+"""The machinery of simulated Ascend devices. Nothing of it is active until `npu_debug.sim` is imported."""

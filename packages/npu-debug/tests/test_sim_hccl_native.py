@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_debug.simulation import build
+from npu_debug.simulation import build, hook
 
 # The numbers of HcclDataType with the bytes of an element.
 TYPES = {
@@ -54,6 +54,8 @@ def libraries() -> Path:
     """Folder of the built libraries; skips where they cannot be built."""
     if sys.platform != "linux":
         pytest.skip("simulated devices need Linux")
+    if hook.active():
+        pytest.skip("this process has simulated devices of its own already: run these tests with -m 'not sim'")
     if importlib.util.find_spec("torch_npu") is None:
         pytest.skip("torch_npu, whose headers the simulated device is built with, is not installed")
     for language in ("c", "c++"):

@@ -39,6 +39,7 @@ STAND_INS = (
     "libge_runner.so",
     "libgraph.so",
     "libacl_tdt_channel.so",
+    "libhcomm.so",
 )
 FLAGS = ["-O2", "-fPIC", "-fvisibility=hidden"]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-format-zero-length"]

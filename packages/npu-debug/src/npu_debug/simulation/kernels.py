@@ -408,7 +408,8 @@ def _copies(streams: Streams) -> dict[str, Kernel]:
             strides = torch.empty_like(shape, memory_format=memory_format or torch.preserve_format).stride()
         out = torch.empty_strided(source.size(), strides, dtype=dtype, device=device)
         if source.numel():
-            on_host(out).copy_(source)
+            # The allocator may have given memory that queued work, earlier on this stream, still uses.
+            _host_or_same(out, streams).copy_(source)
         return out
 
     def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -540,6 +541,13 @@ def scaled_dot_product_attention(
         zero = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = zero.masked_fill_(attn_mask.logical_not(), float("-inf"))
     if choice == flash and not mask_learns:
+        if query.dim() == 3:  # without a batch
+            if attn_mask is not None:
+                attn_mask = attn_mask.expand(1, *(1,) * (3 - attn_mask.dim()), *attn_mask.shape)
+            batch = (t.unsqueeze(0) for t in (query, key, value))
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                *batch, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0].squeeze(0)
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )[0]

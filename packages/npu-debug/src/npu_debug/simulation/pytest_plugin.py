@@ -21,25 +21,42 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sim(in_process=True): runs on simulated Ascend devices (npu-debug)")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Last, so that tests deselected with -m or -k count no more.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = False
     for item in items:
         marker = item.get_closest_marker("sim")
-        wanted = marker is not None and marker.kwargs.get("in_process", True)
-        if wanted and isinstance(item, pytest.Function) and "sim" not in item.fixturenames:
+        if not isinstance(item, pytest.Function):
+            continue
+        if marker is not None and marker.kwargs.get("in_process", True) and "sim" not in item.fixturenames:
             item.fixturenames.insert(0, "sim")
+        wanted = wanted or "sim" in item.fixturenames
+    if wanted:
+        # Before the first test: once a backward pass has run, torch's autograd takes no new devices.
+        config.stash[_PROBLEM] = _activate()
+
+
+_PROBLEM = pytest.StashKey[str]()
+
+
+def _activate() -> str:
+    """Why this process has no simulated devices, or ""."""
+    from .build import SimError
+
+    try:
+        import npu_debug.sim  # noqa: F401
+    except (ImportError, SimError) as error:
+        return f"simulated Ascend devices cannot be used: {error}"
+    return ""
 
 
 @pytest.fixture(scope="session")
 def sim(request: pytest.FixtureRequest) -> ModuleType:
     """``torch.npu`` on simulated devices; they stay for the rest of the process."""
-    from .build import SimError
+    problem = request.config.stash[_PROBLEM]
+    if problem:
+        (pytest.fail if request.config.getoption("--sim") else pytest.skip)(problem)
+    import torch
 
-    try:
-        import torch
-
-        import npu_debug.sim  # noqa: F401
-    except (ImportError, SimError) as error:
-        if request.config.getoption("--sim"):
-            pytest.fail(f"simulated Ascend devices cannot be used: {error}")
-        pytest.skip(f"needs simulated Ascend devices: {error}")
     return torch.npu

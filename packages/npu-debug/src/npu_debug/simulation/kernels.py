@@ -148,6 +148,15 @@ def _npu_generator(given: torch.Generator | None, device: torch.device) -> torch
     return torch.npu.default_generators[device.index or 0]
 
 
+def _flatten(value: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else value
+
+
+def _empty_on_host(value: torch.Tensor | list[torch.Tensor]) -> Any:
+    new = [torch.empty(0, dtype=t.dtype, device=_CPU) for t in _flatten(value)]
+    return new[0] if isinstance(value, torch.Tensor) else new
+
+
 class HostKernel:
     """The npu kernel of one operator: a function of CPU tensors over the same bytes.
 
@@ -338,29 +347,30 @@ class HostKernel:
         device: torch.device,
     ) -> Any:
         """With ``out=``: the CPU kernel may have to give the result another size, which an alias cannot grow to."""
-        outs = {name: kwargs[name] for name in self.out_names if isinstance(kwargs.get(name), torch.Tensor)}
-        fresh = {name for name, out in outs.items() if out.untyped_storage().nbytes() == 0}
+        outs = {name: kwargs[name] for name in self.out_names if kwargs.get(name) is not None}
+        for name, out in outs.items():
+            for given, host in zip(args, host_args, strict=True):
+                if given is out:  # in place: the CPU refuses to resize what is an argument too
+                    host_kwargs[name] = host
+        fresh = {name for name, out in outs.items() if any(t.untyped_storage().nbytes() == 0 for t in _flatten(out))}
         for name in fresh:
-            host_kwargs[name] = torch.empty_like(host_kwargs[name], device=_CPU)
+            host_kwargs[name] = _empty_on_host(outs[name])
         try:
             self._run(host_args, host_kwargs, device)
         except RuntimeError as error:
             if "not resizable" not in str(error):
                 raise
-            for name, out in outs.items():
-                # Empty, for the warning that a result has another size than `out` has been given by now.
-                host_kwargs[name] = torch.empty(0, dtype=out.dtype, device=_CPU)
-                fresh.add(name)
+            # Empty, for the warning that a result has another size than `out` has been given by now.
+            fresh = set(outs)
+            host_kwargs.update({name: _empty_on_host(out) for name, out in outs.items()})
             self._run(host_args, host_kwargs, device)
-        for name, out in outs.items():
-            host = host_kwargs[name]
-            if host.size() != out.size():
-                out.resize_(host.size())
-                if name not in fresh:
-                    continue
-                out.as_strided_(host.size(), host.stride())
-            if name in fresh and host.numel():
-                on_host(out).copy_(host)
+        for name, value in outs.items():
+            for out, host in zip(_flatten(value), _flatten(host_kwargs[name]), strict=True):
+                if host.size() != out.size():
+                    out.resize_(host.size())
+                    out.as_strided_(host.size(), host.stride())
+                if name in fresh and host.numel():
+                    on_host(out).copy_(host)
         results = [
             kwargs.get(source) if isinstance(source, str) else args[source]
             for source in self.written

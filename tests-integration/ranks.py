@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -97,9 +98,14 @@ def _become_rank(rank: int, world_size: int, port: int, job: dict[str, Any]) -> 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    import torchtitan.trainer
+
     from npu_train.request import RunRequest
     from npu_train.worker import guarded
 
+    # At the end rank 0, which holds the store, sleeps 2 s so that the others are done with it. On one machine they are
+    # much sooner, and there are a hundred jobs.
+    torchtitan.trainer.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: time.sleep(min(seconds, 0.3))})
     code = 1
     try:
         code = guarded(RunRequest.from_json(json.dumps(job["request"])), world_size)

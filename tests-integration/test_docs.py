@@ -243,7 +243,7 @@ def test_commands(tmp_path):
     absent = {"npu-train run": ["--data", str(tmp_path / "absent.txt")]}
     # The device is looked at first, and this machine may have no NPU.
     commands = [
-        ["cpu" if word == "npu" else word for word in command] + absent.get(" ".join(command[:2]), [])
+        ["cpu" if word in ("npu", "sim") else word for word in command] + absent.get(" ".join(command[:2]), [])
         for command in shown_commands()
         if " ".join(command[:2]) in expected and not {"--help", "--resume"} & set(command)
     ]

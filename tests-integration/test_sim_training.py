@@ -1,4 +1,4 @@
-"""Training on simulated NPUs equals training on the CPU: real torch_npu, HCCL and torchtitan, the same configuration."""
+"""Training on simulated NPUs equals training on the CPU: real torch_npu, HCCL and torchtitan, same configuration."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -105,18 +105,24 @@ def test_a_killed_process_ends_the_others_and_spoils_no_checkpoint(tmp_path: Pat
     assert f"resuming after step {max(steps)}" in done.stdout
 
 
-def test_output_can_be_piped_and_interrupted(tmp_path: Path) -> None:
-    job = start("npu-train", "run", "quickstart", *SHORT, "--training.steps", "100000", cwd=tmp_path)
+def test_one_run_writes_to_a_folder_and_can_be_interrupted(tmp_path: Path) -> None:
+    endless = ["--training.steps", "100000", "--checkpoint.interval", "100000"]
+    job = start("npu-train", "run", "quickstart", *SHORT, *endless, cwd=tmp_path)
     try:
         for line in job.stdout:
             if line.startswith("step      2/"):
                 break
+        another = ["npu-train", "run", "quickstart", *SHORT, "--dump-folder", "outputs/quickstart"]
+        for nproc in ("1", "2"):
+            refused = run(*another, "--nproc", nproc, cwd=tmp_path)
+            assert refused.returncode == 2, refused.stdout
+            assert f"another run is writing to outputs/quickstart (process {job.pid} on " in refused.stdout
         job.send_signal(signal.SIGINT)
         rest = job.communicate(timeout=60)[0]
     finally:
         job.kill()
     assert job.returncode == 130, rest
-    assert "interrupted" in rest
+    assert "interrupted. There is no checkpoint of this run." in rest
     assert "Traceback" not in rest
 
 

@@ -207,17 +207,49 @@ def test_all_problems_at_once():
     assert all(str(problem) == f"{problem.where}: {problem.what}. {problem.fix}." for problem in problems)
 
 
-def test_unusable_arguments():
-    for arguments in (
-        (0, DENSE, {}),
-        (2, ModelShape(0, 4), {}),
-        (2, None, {"seq_len": 0}),
-        (2, None, {"local_batch_size": -1}),
-        (2, None, {"schedule": "3F3B"}),
-    ):
-        world_size, shape, options = arguments
-        with pytest.raises(ValueError, match=r"must be 1 or more|use one of 1F1B, GPipe"):
-            check(Layout(), world_size, shape, **options)
+UNUSABLE = [
+    (0, DENSE, {}, "world_size is 0; it must be 1 or more"),
+    (2, ModelShape(0, 4), {}, "n_layers is 0; it must be 1 or more"),
+    (2, ModelShape(4, 4, n_experts=-1), {}, "n_experts is -1; it must be 0 or more"),
+    (2, None, {"seq_len": 0}, "seq_len is 0; it must be 1 or more"),
+    (2, None, {"local_batch_size": -1}, "local_batch_size is -1; it must be 1 or more"),
+    (2, None, {"local_batch_size": 2**31}, "local_batch_size is 2147483648; it must be at most 2147483647"),
+    (2, None, {"schedule": "3F3B"}, "use one of 1F1B, GPipe"),
+    (2, None, {"schedule": None}, "use one of 1F1B, GPipe"),
+    (2.0, None, {}, "world_size is 2.0; it must be a whole number"),
+    (None, None, {}, "world_size is None; it must be a whole number"),
+    (2, ModelShape(4, "4"), {}, "n_heads is '4'; it must be a whole number"),
+    (2, None, {"seq_len": float("nan")}, "seq_len is nan; it must be a whole number"),
+    (2, None, {"microbatch_size": None}, "microbatch_size is None; it must be a whole number"),
+    (2, DENSE, {"first_stage_less_layers": -1}, "first_stage_less_layers is -1; it must be 0 or more"),
+    (2, DENSE, {"last_stage_less_layers": 0.5}, "last_stage_less_layers is 0.5; it must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "shape", "options", "message"), UNUSABLE)
+def test_unusable_arguments(world_size, shape, options, message):
+    with pytest.raises(ValueError, match=message):
+        check(Layout(), world_size, shape, **options)
+
+
+@pytest.mark.parametrize("degree", [1.5, float("nan"), "2", None])
+def test_degrees_are_whole_numbers(degree):
+    for ask in (check, resolve):
+        with pytest.raises(ValueError, match=f"tp is {degree!r}; it must be a whole number"):
+            ask(Layout(tp=degree), 2)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("schedule", "batch", "microbatch", "fix"),
+    [
+        ("Interleaved1F1B", 100_000_001, 1, "Use 100000000 or 100000002, or a microbatch size of 100000001"),
+        ("1F1B", 2**31 - 2, 2**31 - 3, "Use 4294967290, or a microbatch size of 1"),
+    ],
+)
+def test_large_batches_are_answered_at_once(schedule, batch, microbatch, fix):
+    options = {"local_batch_size": batch, "microbatch_size": microbatch, "schedule": schedule}
+    assert only(check(Layout(pp=2), 2, **options)).fix.startswith(fix)
 
 
 def test_legal_layouts_of_two_and_four_ranks():

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from npu_train import cli, configs
 from npu_train.check import model_shape
+from npu_train.errors import InputError
 from npu_train.recipes import RECIPES
 
 
@@ -132,6 +134,126 @@ CASES = {
 }
 
 
+KWARGS = "--optimizer.param-groups.0.optimizer-kwargs"
+PP = ["quickstart", "--nproc", "2", "--parallelism.pipeline-parallel-degree", "2"]
+# Each of these is one configuration: options of the quickstart, and what the answer says of each.
+VALUES = {
+    "optimizer": {
+        f"{KWARGS}.lr nan": "lr is nan; it must be a finite number, at least 0",
+        f"{KWARGS}.eps nan": "eps is nan; it must be a finite number, at least 0",
+        f"{KWARGS}.weight-decay inf": "weight-decay is inf; it must be a finite number",
+        f"{KWARGS}.betas 0.9 1.5": "betas is (0.9, 1.5); it must be two numbers, each from 0 to below 1",
+        "--optimizer.param-groups.0.pattern (": "--optimizer.param-groups.0.pattern: '(' is no regular expression",
+    },
+    "more of it": {
+        f"{KWARGS}.lr -1": "lr is -1.0; it must be a finite number, at least 0",
+        f"{KWARGS}.eps -1": "eps is -1.0; it must be a finite number, at least 0",
+        f"{KWARGS}.betas 0.9 nan": "it must be two numbers, each from 0 to below 1",
+        "--optimizer.param-groups.0.pattern nothing_like_it": "'nothing_like_it' matches no parameter",
+    },
+    "the rest": {
+        "--training.gc-freq 0": "--training.gc-freq is 0; it must be at least 1",
+        "--training.max-norm nan": "--training.max-norm is nan; it must be above 0: gradients",
+        "--lr-scheduler.warmup-steps -1": "--lr-scheduler.warmup-steps is -1; it must be at least 0",
+        "--lr-scheduler.decay-ratio nan": "--lr-scheduler.decay-ratio is nan; it must be a share of the steps",
+        "--lr-scheduler.total-steps 1": "--lr-scheduler.total-steps is 1; it must be at least --training.steps (200)",
+        "--lr-scheduler.min-lr-factor -0.1": "--lr-scheduler.min-lr-factor is -0.1; it must be a share",
+        "--debug.seed 100000000000000000000000": "it must be from 0 to 2**64 - 1",
+        "--comm.init-timeout-seconds 0": "--comm.init-timeout-seconds is 0; it must be at least 1",
+        "--override.imports os.path.join": "--override.imports: ",
+        "--loss.loss-fn.global-vocab-size 5": "global-vocab-size is 5; it must be the model's vocabulary, 2048",
+        "--parallelism.context-parallel-load-balancer foo": "load-balancer is foo; it must be headtail, ptrr or None",
+        "--checkpoint.folder metrics.jsonl": "--checkpoint.folder: metrics.jsonl is a file of the run's own",
+        "--profiler.enable-profiling": "",
+        "--profiler.profile-freq 1": "--profiler.profile-freq is 1; it must be at least --profiler.profiler-warmup + ",
+        "--profiler.profiler-active -1": "--profiler.profiler-active is -1",
+    },
+    "and its other ends": {
+        "--optimizer.param-groups.0.pattern layers": (
+            "no pattern of --optimizer.param-groups matches tok_embeddings.weight (3 parameters in all are left out)"
+        ),
+        "--training.max-norm -1": "--training.max-norm is -1.0; it must be above 0: gradients",
+        "--lr-scheduler.decay-ratio 1.5": "--lr-scheduler.decay-ratio is 1.5; it must be a share of the steps",
+        "--debug.seed -1": "--debug.seed is -1; it must be from 0",
+        "--checkpoint.folder run.json": "--checkpoint.folder: run.json is a file of the run's own",
+        "--checkpoint.initial-load-path=": "--checkpoint.initial-load-path is empty. Is a shell variable not set?",
+        "--profiler.enable-profiling": "",
+        "--profiler.profile-freq 0": "--profiler.profile-freq is 0",
+    },
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_bad_values(refused, case: str) -> None:
+    error = refused("quickstart", *(word for option in VALUES[case] for word in option.split(" ")))
+    for message in VALUES[case].values():
+        assert message in error
+
+
+CASES |= {
+    "layers of a stage": (
+        [*PP, "--parallelism.pipeline-parallel-layers-per-stage", "0"],
+        ["layers-per-stage is 0; it must be at least 1"],
+    ),
+    # 4 layers and 2 for the ends, 4 of them on a stage: 2 stages where the schedule needs 4.
+    "stages of an interleaved schedule": (
+        [
+            *PP,
+            "--parallelism.pipeline-parallel-layers-per-stage",
+            "4",
+            "--parallelism.pipeline-parallel-schedule",
+            "Interleaved1F1B",
+        ],
+        ["makes 2 pipeline stages", "needs a multiple of 2, at least 4"],
+    ),
+    "schedule file": (
+        [*PP, "--parallelism.pipeline-parallel-schedule-csv", "/nope"],
+        ["pipeline-parallel-schedule-csv: there is no file /nope"],
+    ),
+    "modules of a stage": (
+        [*PP, "--parallelism.module-fqns-per-model-part", "foo", "bar"],
+        ["the model has no foo, bar", "no stage holds tok_embeddings, norm, lm_head, layers.0, layers.1", "layers.3"],
+    ),
+    "large pipeline batch": (
+        [
+            *PP,
+            "--parallelism.pipeline-parallel-schedule",
+            "Interleaved1F1B",
+            "--training.local-batch-size",
+            "100000001",
+        ],
+        ["Use 100000000 or 100000002"],
+    ),
+    "module path": (["--module", "../x", "--config", "x"], ["'../x' given to --module is no module name"]),
+    "module dots": (["--module", "..", "--config", "x"], ["'..' given to --module is no module name"]),
+    "no configuration function": (
+        ["--module", "os.path", "--config", "join"],
+        ["'join' of module 'os.path' is no configuration function"],
+    ),
+    "a function of something else": (
+        ["--module", "logging.config", "--config", "stopListening"],
+        ["the function returns NoneType, not a Trainer.Config"],
+    ),
+    "initial weights without checkpoints": (
+        [*LLAMA, "--checkpoint.initial-load-path", "/somewhere"],
+        ["--checkpoint.initial-load-path needs checkpoints, which are off. Add --checkpoint.enable"],
+    ),
+    "weights of Hugging Face that are not there": (
+        ["quickstart", "--checkpoint.initial-load-in-hf"],
+        ["--hf-assets-path", "holds no .safetensors files", "Name the folder of the weights"],
+    ),
+    "torchrun's port": (
+        ["quickstart", "--nproc", "2", "--master-port", "abc"],
+        ["torchrun: argument --master-port", "invalid int value: 'abc'"],
+    ),
+    "restarts": (["quickstart", "--max-restarts", "x"], ["torchrun: argument --max-restarts"]),
+    "negative restarts": (["quickstart", "--max-restarts", "-1"], ["torchrun: max_restarts must be >= 0"]),
+    "nodes": (["quickstart", "--nnodes", "x", "--dump-folder", "run"], ["torchrun: ", "'x'"]),
+    "rendezvous": (["quickstart", "--rdzv-backend", "foo"], ["unknown --rdzv-backend 'foo'. Known: static, c10d"]),
+    "log folder": (["quickstart", "--log-dir", "/proc/x"], ["the log folder /proc/x", "--log-dir"]),
+}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_bad_configurations(refused, case: str) -> None:
     arguments, messages = CASES[case]
@@ -158,6 +280,82 @@ def test_every_problem_is_in_one_answer(refused, in_tmp: Path) -> None:
     assert "5 problems; nothing was started" in error
     for message in ("tensor-parallel-degree", "gone.txt", "file is a file", "enable-cpu-offload"):
         assert message in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--training.step", "5"], "Unrecognized options: --training.step"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--nproc", "zero"], "--nproc is 'zero'"),
+    ],
+)
+def test_what_stops_the_parsing_does_not_hide_the_rest(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    paths = ["--data", "gone.txt", "--hf-assets-path", "nowhere", "--dump-folder", "/proc/x"]
+    assert cli.main(["run", "quickstart", *paths, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "4 problems; nothing was started" in error
+    for text in (problem, "data file not found", "--hf-assets-path: there is no folder nowhere", "/proc/x"):
+        assert text in error
+
+
+def test_the_checkpoint_folder_is_a_file(refused, in_tmp: Path) -> None:
+    (in_tmp / "file").write_text("")
+    error = refused("quickstart", "--checkpoint.folder", str(in_tmp / "file"))
+    assert f"{in_tmp}/file is a file. Choose another --checkpoint.folder" in error
+
+
+def test_initial_weights_of_the_other_format(refused, in_tmp: Path) -> None:
+    _save({"w": torch.ones(10)}, "dcp")
+    (in_tmp / "hf").mkdir()
+    save_file({"w": torch.ones(10)}, in_tmp / "hf" / "model.safetensors")
+    (in_tmp / "empty").mkdir()
+    path, in_hf = ["quickstart", "--checkpoint.initial-load-path"], "--checkpoint.initial-load-in-hf"
+    assert "It is a checkpoint of torchtitan: leave that out" in refused(*path, str(in_tmp / "dcp"), in_hf)
+    assert f"Add {in_hf}" in refused(*path, str(in_tmp / "hf"))
+    assert "holds no .safetensors files" in refused(*path, str(in_tmp / "empty"), in_hf)
+    assert "is no checkpoint" in refused(*path, str(in_tmp / "empty"))
+
+
+RUN = {"w": torch.ones(10), "train_state": {"step": torch.tensor(5)}}
+
+
+def test_an_old_run_is_not_continued_without_being_asked(refused) -> None:
+    _save(RUN, "run/checkpoint/step-5")
+    error = refused("quickstart", "--dump-folder", "run")
+    assert "run holds an earlier run, up to step-5. Add --resume" in error
+
+
+def test_a_restart_by_torchrun_continues(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_train.request import RunRequest
+    from npu_train.worker import prepare
+
+    _save(RUN, "run/checkpoint/step-5")
+    quickstart = RECIPES["quickstart"]
+    request = RunRequest(quickstart.module, quickstart.config, device="cpu", dump_folder="run")
+    with pytest.raises(InputError, match="Add --resume"):
+        prepare(request, 1, announce=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert prepare(request, 1, announce=False).dump_folder == "run"
+
+
+def test_a_run_does_not_go_backwards(refused) -> None:
+    _save(RUN, "run/checkpoint/step-5")
+    error = refused("quickstart", "--dump-folder", "run", "--resume", "--training.steps", "4")
+    assert "--training.steps is 4, but the checkpoint run/checkpoint/step-5 is at step 5 already" in error
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_nothing_left_to_train(in_tmp: Path, capsys: pytest.CaptureFixture[str], nproc: str) -> None:
+    _save(RUN, "run/checkpoint/step-5")
+    source = ["--module", "npu_train.recipe_configs", "--config", "quickstart"]
+    options = ["--device", "cpu", "--dump-folder", "run", "--resume", "--training.steps", "5"]
+    batch = ["--training.local-batch-size", "4"]
+    assert cli.main(["run", *source, *options, *batch, "--nproc", nproc]) == 0
+    assert "nothing to do: the checkpoint run/checkpoint/step-5 is at step 5 of 5" in capsys.readouterr().out
+    assert sorted(path.name for path in Path("run").iterdir()) == ["checkpoint"]
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(refused, in_tmp: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from npu_train.checkpoints import find_checkpoints, inspect, latest
+from npu_train.checkpoints import find_checkpoints, inspect, latest, was_checkpointed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -69,6 +70,48 @@ def test_safetensors(tmp_path: Path) -> None:
     assert "model-00002.safetensors is cut short" in inspect(folder)
     (folder / "model-00001.safetensors").unlink()
     assert inspect(folder) == "its file model-00001.safetensors is missing"
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": ["a"]}', "[1]", "{", '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_a_foreign_index(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert inspect(tmp_path) == "its model.safetensors.index.json cannot be read"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{]",
+        struct.pack("<Q", 1 << 62) + b"{}",
+        struct.pack("<Q", 8) + b'{"a":{}}',
+        b"",
+    ],
+)
+def test_a_foreign_safetensors_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "its file model.safetensors is cut short" in inspect(tmp_path)
+
+
+def test_one_safetensors_file_without_an_index(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(100)}, tmp_path / "model.safetensors")
+    assert inspect(tmp_path) is None
+    os.truncate(tmp_path / "model.safetensors", 300)
+    assert "model.safetensors is cut short (300 of" in inspect(tmp_path)
+
+
+def test_a_folder_that_is_not_called_as_torchtitan_calls_a_step(tmp_path: Path) -> None:
+    save(tmp_path / "step-0099")
+    save(tmp_path / "step-٣")
+    assert find_checkpoints(tmp_path) == []
+
+
+def test_whether_a_run_has_a_checkpoint(tmp_path: Path) -> None:
+    assert not was_checkpointed(tmp_path)
+    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
+    assert not was_checkpointed(tmp_path)
+    save(tmp_path / "other" / "step-5")
+    assert was_checkpointed(tmp_path)
 
 
 def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_each_new_run_of_a_recipe_has_its_own_folder(in_tmp: Path) -> None:
     assert folder("--dump-folder", "mine") == "mine"
 
 
+def test_resume_passes_over_runs_without_a_checkpoint(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in ("", "-2", "-3", "-4"):
+        (in_tmp / "outputs" / f"quickstart{number}" / "checkpoint" / "step-5").mkdir(parents=True)
+    (in_tmp / "outputs" / "quickstart-2" / "checkpoint" / "step-5" / ".metadata").write_text("")
+    assert cli._read_request(["quickstart", "--resume"])[0].dump_folder == "outputs/quickstart-2"
+    assert capsys.readouterr().out == (
+        "note: --resume takes outputs/quickstart-2: there is no finished checkpoint in outputs/quickstart-3, "
+        "outputs/quickstart-4.\n"
+    )
+
+
 def test_torchruns_own_names_are_understood() -> None:
     request, launch, *_ = cli._read_request(["quickstart", "--nproc-per-node", "3", "--nnodes", "1", "--role", "x"])
     assert (launch.nproc, launch.torchrun, launch.multi_node) == ("3", ("--nnodes", "1", "--role", "x"), False)
@@ -118,6 +129,9 @@ BAD = {
     "recipe": (["run", "quikstart"], "unknown recipe 'quikstart'. Near matches: quickstart"),
     "recipe and module": (["run", "quickstart", "--module", "llama3"], "Give one of them"),
     "nproc": (["run", "quickstart", "--nproc", "two"], "--nproc is 'two'"),
+    "nproc in another script": (["run", "quickstart", "--nproc", "²"], "--nproc is '²'"),
+    "nproc of a million": (["run", "quickstart", "--nproc", "1000000"], "which this machine cannot run. Give at most"),
+    "text field without data": (["run", "quickstart", "--text-field", "foo"], "names a field of --data"),
     "value missing": (["run", "quickstart", "--data"], "--data needs a value"),
     "value missing before an option": (["run", "quickstart", "--data", "--verbose"], "--data needs a value"),
     "resume nothing": (["run", "quickstart", "--resume"], "there is no run in outputs/quickstart yet"),

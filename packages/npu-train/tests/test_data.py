@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import shutil
+import socket
 from pathlib import Path
 
 import pyarrow
@@ -10,8 +12,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from npu_train.data import TextDataLoader, data_files, read_documents, tokenize
+from npu_train.data import TextDataLoader, read_documents, tokenize
 from npu_train.errors import InputError
+from npu_train.files import data_files, not_read
 
 BOS, EOS, IGNORE = 1, 2, -100
 
@@ -29,6 +32,10 @@ class ByteTokenizer:
 
     def get_vocab_size(self) -> int:
         return 259
+
+
+def cache() -> Path:
+    return Path(os.environ["XDG_CACHE_HOME"]) / "npu-train" / "tokens"
 
 
 @pytest.fixture
@@ -193,8 +200,7 @@ def test_an_interrupted_tokenisation_leaves_nothing_that_looks_finished(
     file.write_text('{"text": "good"}\n{"text": bad}\n')
     with pytest.raises(InputError, match="line 2: not valid JSON"):
         tokenize(file, tokenizer, tokenizer.tokenizer_path)
-    cache = Path(os.environ["XDG_CACHE_HOME"]) / "npu-train" / "tokens"
-    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    assert [path.suffix for path in cache().iterdir()] == [".lock"]
 
 
 BAD_FILES = {
@@ -207,6 +213,12 @@ BAD_FILES = {
     "data.csv": (b"a,b", r"'\.csv' files are not read"),
     "list.jsonl": (b"[1, 2]\n", "line 1: no text under 'text'"),
     "other.jsonl": (b'{"body": "x", "id": 1}\n', r"it has: body, id.*--text-field"),
+    "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' holds null, not text \(it has: text\)"),
+    "surrogate.jsonl": (b'{"text": "a"}\n{"text": "b\\ud800"}\n', r"line 2: half a surrogate pair \(\\ud800\)"),
+    "surrogate_name.jsonl": (b'{"\\ud800": "b"}\n', r"line 1: no text under 'text' \(it has: \\ud800\)"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", "line 1: nested too deeply"),
+    "long.jsonl": (b'{"text": "a"}\n{"n": ' + b"1" * 5000 + b"}\n", "line 2: not valid JSON"),
+    "nul.txt": (b"good\n" + b"\0" * 50_000, "line 2: a NUL character"),
     "broken.parquet": (b"PAR1 not really", "not a readable parquet file"),
 }
 
@@ -220,6 +232,78 @@ def test_bad_data_is_told_in_one_paragraph(tmp_path: Path, tokenizer: ByteTokeni
         loader(tmp_path / name, tokenizer)
     assert len(error.value.problems) == 1
     assert name in error.value.problems[0]
+
+
+def test_a_parquet_with_the_column_twice(tmp_path: Path, tokenizer: ByteTokenizer) -> None:
+    table = pyarrow.table([["x"], ["y"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet: several columns are called 'text'"):
+        loader(tmp_path / "a.parquet", tokenizer)
+
+
+def test_a_pipe_is_no_data_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.txt")
+    with pytest.raises(InputError, match=r"fifo\.txt is not a regular file"):
+        data_files(tmp_path / "fifo.txt")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\ufeffone", encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "one"}', encoding="utf-8")
+    assert list(read_documents(tmp_path / "a.txt")) == [("one", True)]
+    assert list(read_documents(tmp_path / "a.jsonl")) == [("one", True)]
+
+
+def test_what_a_folder_holds_besides(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.csv", "c.TXT", ".hidden"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "more").mkdir()
+    assert [file.name for file in data_files(tmp_path)] == ["a.txt", "c.TXT"]
+    assert not_read(tmp_path) == ["b.csv", "more"]
+    assert not_read(tmp_path / "a.txt") == []
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "meta.json"])
+@pytest.mark.parametrize("size", [0, 5, None])
+def test_a_damaged_cache_is_made_again_and_that_is_said(
+    tmp_path: Path, tokenizer: ByteTokenizer, capsys: pytest.CaptureFixture[str], name: str, size: int | None
+) -> None:
+    file = tmp_path / "data.txt"
+    file.write_text("some text")
+    tokenize(file, tokenizer, tokenizer.tokenizer_path)
+    (cached,) = cache().glob(f"*/{name}")
+    if size is None:
+        cached.unlink()
+    else:
+        os.truncate(cached, size)
+    assert capsys.readouterr().out == ""
+    for told in (1, 0):
+        tokens = tokenize(file, tokenizer, tokenizer.tokenizer_path)
+        assert tokens.tokens.tolist() == tokenizer.encode("some text", True, True)
+        assert capsys.readouterr().out.count("is damaged") == told
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path, tokenizer: ByteTokenizer) -> None:
+    file = tmp_path / "data.txt"
+    file.write_text("some text")
+    tokenize(file, tokenizer, tokenizer.tokenizer_path)
+    (folder,) = (path for path in cache().iterdir() if path.is_dir())
+    shutil.rmtree(folder)
+    of_this_data = cache() / f"tmp-{socket.gethostname()}-{folder.name}-x"
+    old, living = cache() / "tmpold", cache() / "tmpliving"
+    for path in (of_this_data, old, living):
+        path.mkdir()
+        (path / "tokens.bin").write_text("half")
+    for path in (old / "tokens.bin", old, living):
+        os.utime(path, (1, 1))
+    tokenize(file, tokenizer, tokenizer.tokenizer_path)
+    assert sorted(path for path in cache().iterdir() if path.is_dir()) == sorted([folder, living])
+
+
+def test_any_seed_will_do(tmp_path: Path, tokenizer: ByteTokenizer) -> None:
+    file = tmp_path / "data.txt"
+    file.write_text("x" * 100)
+    assert next(iter(loader(file, tokenizer, seed=10**23)))[1].shape == (1, 8)
 
 
 def test_parquet_without_the_column(tmp_path: Path, tokenizer: ByteTokenizer) -> None:

@@ -11,8 +11,10 @@ bytes, NPU_SIM_TRACE, NPU_SIM_STRICT_CUDA). See the guide "Simulated devices" fo
 import os
 
 from npu_debug.simulation import hook
-from npu_debug.simulation.build import SimError
+from npu_debug.simulation.build import SimError, library_folder
 
+# Says what is missing, a compiler or torch_npu, better than the import below.
+library_folder()
 hook.install()
 # Without CANN a plain `import torch` would fail at torch_npu before it is told about the stand-ins.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

@@ -12,6 +12,7 @@ The rules are those of torchtitan 0.3.0 and of the parts of torch 2.14 it calls:
   ``pipelining/schedules.py``).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ SCHEDULES: dict[str, tuple[int, Literal["any", "stages", "rounds"]]] = {
 
 _MESH_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _SHOWN = 6
+# Keeps the search for legal alternatives short.
+_LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,10 @@ def resolve(layout: Layout, world_size: int) -> Layout:
         The layout itself when dp_shard is given.
 
     Raises:
-        ValueError: The degrees do not multiply to ``world_size``; the text lists the legal alternatives.
+        ValueError: The degrees do not multiply to ``world_size``; the text lists the legal alternatives. Or a number is
+            not a whole one in its range.
     """
+    _check_arguments(world_size, layout=layout)
     problems = _degree_problems(layout, world_size) or _product_problems(
         layout, world_size, moe=layout.ep > 1, is_legal=lambda candidate: not check(candidate, world_size)
     )
@@ -158,9 +163,20 @@ def check(
         The problems; empty when the layout is legal.
 
     Raises:
-        ValueError: ``world_size`` or a size of the model or of the batch is below 1, or the schedule is unknown.
+        ValueError: ``world_size`` or a size of the model or of the batch is below 1 or above 2**31 - 1, a count of
+            layers or experts is below 0, a number is not a whole one, or the schedule is unknown.
     """
-    _check_arguments(world_size, shape, seq_len, local_batch_size, global_batch_size, microbatch_size)
+    _check_arguments(
+        world_size,
+        shape,
+        layout=layout,
+        seq_len=seq_len,
+        local_batch_size=local_batch_size,
+        global_batch_size=global_batch_size,
+        microbatch_size=microbatch_size,
+        first_stage_less_layers=first_stage_less_layers,
+        last_stage_less_layers=last_stage_less_layers,
+    )
     schedule = _schedule_name(schedule)
 
     def is_legal(candidate: Layout) -> bool:
@@ -218,7 +234,7 @@ def legal_layouts(
     Raises:
         ValueError: As ``check``.
     """
-    _check_arguments(world_size, shape, seq_len)
+    _check_arguments(world_size, shape, seq_len=seq_len)
     moe = moe or (shape is not None and shape.n_experts > 0)
     return [layout for layout in _meshes(world_size, moe) if not check(layout, world_size, shape, seq_len=seq_len)]
 
@@ -387,12 +403,12 @@ def _batch_problems(layout: Layout, local_batch_size: int, microbatch_size: int,
     else:
         rounds = microbatches // layout.pp
         what = f"{microbatches} microbatches do not split into the {rounds} equal rounds of {schedule}"
-    below = [size for size in range(1, local_batch_size) if legal(size, microbatch_size)][-1:]
-    # One microbatch for each stage is legal under every rule, and so is each multiple of it.
-    above = local_batch_size + 1
-    while not legal(above, microbatch_size):
-        above += 1
-    fix = f"Use {_listed([*below, above], 'or')}"
+    # One microbatch for each stage is legal under every rule, and so is each multiple of it: neither search is long.
+    fewer = range((local_batch_size - 1) // microbatch_size, 0, -1)
+    below = next((size for n in fewer if legal(size := n * microbatch_size, microbatch_size)), None)
+    more = itertools.count(microbatches + 1)
+    above = next(size for n in more if legal(size := n * microbatch_size, microbatch_size))
+    fix = f"Use {_listed([above] if below is None else [below, above], 'or')}"
     microbatch_sizes = [size for size in _divisors(local_batch_size) if legal(local_batch_size, size)]
     if microbatch_sizes:
         fix += f", or a microbatch size of {_listed(microbatch_sizes, 'or')}"
@@ -417,30 +433,30 @@ def _global_batch_problems(layout: Layout, local_batch_size: int, global_batch_s
 
 
 def _check_arguments(
-    world_size: int,
-    shape: ModelShape | None = None,
-    seq_len: int | None = None,
-    local_batch_size: int | None = None,
-    global_batch_size: int | None = None,
-    microbatch_size: int = 1,
+    world_size: int, shape: ModelShape | None = None, layout: Layout | None = None, **numbers: int | None
 ) -> None:
-    numbers = {
-        "world_size": world_size,
-        "seq_len": seq_len,
-        "local_batch_size": local_batch_size,
-        "global_batch_size": global_batch_size,
-        "microbatch_size": microbatch_size,
-    }
+    # Name: the number, and the least that it may be. The least degree has a rule of its own, with alternatives.
+    checked = {"world_size": (world_size, 1)}
+    if layout is not None:
+        checked |= {name: (getattr(layout, name), -_LARGEST) for name in (*_MESH_DEGREES, "ep")}
     if shape is not None:
-        numbers |= {"n_layers": shape.n_layers, "n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads}
+        checked |= {"n_layers": (shape.n_layers, 1), "n_heads": (shape.n_heads, 1), "n_experts": (shape.n_experts, 0)}
+        numbers["n_kv_heads"] = shape.n_kv_heads
     for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} is {number}; it must be 1 or more.")
+        if number is not None or name.endswith("less_layers") or name == "microbatch_size":
+            checked[name] = (number, 0 if name.endswith("less_layers") else 1)
+    for name, (number, least) in checked.items():
+        if not isinstance(number, int):
+            raise ValueError(f"{name} is {number!r}; it must be a whole number.")
+        if number < least:
+            raise ValueError(f"{name} is {number}; it must be {least} or more.")
+        if number > _LARGEST:
+            raise ValueError(f"{name} is {number}; it must be at most {_LARGEST}.")
 
 
 def _schedule_name(schedule: str) -> str:
     for name in SCHEDULES:
-        if name.lower() == schedule.lower():
+        if isinstance(schedule, str) and name.lower() == schedule.lower():
             return name
     raise ValueError(f"schedule is {schedule!r}; use one of {', '.join(SCHEDULES)}.")
 

@@ -52,27 +52,40 @@ def _problem_of_dcp(path: Path) -> str | None:
     return None
 
 
-def _problem_of_safetensors(path: Path) -> str | None:
+def _problem_of_safetensors_file(file: Path) -> str | None:
+    if not file.is_file():
+        return f"its file {file.name} is missing"
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        # A damaged length must not be taken for an amount of memory.
+        header = stream.read(min(header_size, file.stat().st_size))
     try:
-        weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
-    except (ValueError, KeyError):
-        return "its model.safetensors.index.json cannot be read"
-    for name in sorted(set(weight_map.values())):
-        file = path / name
-        if not file.is_file():
-            return f"its file {name} is missing"
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            header = stream.read(header_size)
-        try:
-            entries = json.loads(header)
-        except ValueError:
-            return f"its file {name} is cut short"
-        end = max((e["data_offsets"][1] for k, e in entries.items() if k != "__metadata__"), default=0)
-        if file.stat().st_size < 8 + header_size + end:
-            return f"its file {name} is cut short ({file.stat().st_size} of {8 + header_size + end} bytes)"
+        entries = json.loads(header)
+        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
+        needed = 8 + header_size + int(end)
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError):
+        return f"its file {file.name} is cut short or damaged: its header cannot be read"
+    if file.stat().st_size < needed:
+        return f"its file {file.name} is cut short ({file.stat().st_size} of {needed} bytes)"
     return None
+
+
+def _problem_of_safetensors(path: Path) -> str | None:
+    files = sorted(path.glob("*.safetensors"))
+    # One unsharded file has no index; torchtitan reads it as it is.
+    if (path / "model.safetensors.index.json").is_file():
+        try:
+            weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+            files = [path / name for name in sorted(set(weight_map.values()))]
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            return "its model.safetensors.index.json cannot be read"
+    return next((problem for file in files if (problem := _problem_of_safetensors_file(file))), None)
+
+
+def holds_safetensors(path: str | Path) -> bool:
+    """Whether ``path`` is a folder of weights in Hugging Face's format."""
+    return (Path(path) / "model.safetensors.index.json").is_file() or any(Path(path).glob("*.safetensors"))
 
 
 def inspect(path: str | Path) -> str | None:
@@ -80,7 +93,7 @@ def inspect(path: str | Path) -> str | None:
     path = Path(path)
     if (path / ".metadata").is_file():
         return _problem_of_dcp(path)
-    if (path / "model.safetensors.index.json").is_file():
+    if holds_safetensors(path):
         return _problem_of_safetensors(path)
     return "it was not finished (no .metadata)"
 
@@ -97,7 +110,8 @@ def holds_weights_only(path: str | Path) -> bool:
 
 
 def is_step_name(name: str) -> bool:
-    return re.fullmatch(r"step-\d+", name) is not None
+    """Whether ``name`` is what torchtitan calls the folder of a step; ``step-007`` it would look for as ``step-7``."""
+    return re.fullmatch(r"step-(0|[1-9][0-9]*)", name) is not None
 
 
 def find_checkpoints(folder: str | Path) -> list[Checkpoint]:
@@ -112,6 +126,11 @@ def find_checkpoints(folder: str | Path) -> list[Checkpoint]:
             damaged = problem is not None and any((path / name).is_file() for name in INDEX_FILES)
             found.append(Checkpoint(int(path.name[5:]), path, problem, damaged))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def was_checkpointed(run: str | Path) -> bool:
+    """Whether a run folder has a finished checkpoint, in whatever folder in it; looks at names alone, without torch."""
+    return any(is_step_name(file.parent.name) for name in INDEX_FILES for file in Path(run).glob(f"*/step-*/{name}"))
 
 
 def latest(folder: str | Path) -> Checkpoint | None:

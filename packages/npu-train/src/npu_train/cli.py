@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import __version__
+from .checkpoints import was_checkpointed
+from .console import say
 from .errors import EXIT_DONE, EXIT_PROBLEM, InputError, RunFailed, near, report
-from .launch import TORCHRUN_OPTIONS, Launch, inherited_world_size
+from .files import path_problems
+from .launch import TORCHRUN_OPTIONS, Launch, inherited_world_size, is_count
 from .recipes import RECIPES, Recipe
 from .request import RunRequest
 
@@ -42,9 +45,9 @@ options:
   --data FILE          train on your own .txt, .jsonl or .parquet file, or a folder of them
   --text-field NAME    field of a .jsonl line or column of a .parquet file that holds the text (default: text)
   --nproc N            processes on this machine, started by torchrun (default 1)
-  --device DEVICE      auto (NPU, else CUDA, else CPU), npu, cuda or cpu
+  --device DEVICE      auto (NPU, else CUDA, else CPU), npu, cuda, cpu or sim (simulated NPUs)
   --dump-folder DIR    the run's folder (default for a recipe: the next free outputs/RECIPE)
-  --resume             continue the run in --dump-folder, or the recipe's newest run
+  --resume             continue the run in --dump-folder, or the recipe's newest run with a checkpoint
   --verbose            print torchtitan's whole log
   --debug              show tracebacks
 
@@ -122,7 +125,7 @@ def _dump_folder(recipe: str, values: dict[str, str], resume: bool, launch: Laun
     if resume:
         if not runs:
             raise InputError(f"--resume: there is no run in outputs/{recipe} yet. Start one without --resume.")
-        return str(runs[-1][1])
+        return str(_newest_to_resume([path for _, path in runs]))
     if inherited is not None and inherited > 1:
         raise InputError(
             "the processes of a job that torchrun started cannot agree on a new folder by themselves: name it with "
@@ -131,12 +134,29 @@ def _dump_folder(recipe: str, values: dict[str, str], resume: bool, launch: Laun
     return f"outputs/{recipe}-{runs[-1][0] + 1}" if runs else f"outputs/{recipe}"
 
 
+def _newest_to_resume(runs: list[Path]) -> Path:
+    """The newest of the runs that has a checkpoint; those that broke off before their first one are passed over."""
+    with_checkpoint = [path for path in runs if was_checkpointed(path)]
+    if not with_checkpoint:
+        return runs[-1]
+    skipped = runs[runs.index(with_checkpoint[-1]) + 1 :]
+    if skipped and os.environ.get("RANK", "0") == "0":
+        names = ", ".join(map(str, skipped))
+        say(f"note: --resume takes {with_checkpoint[-1]}: there is no finished checkpoint in {names}.")
+    return with_checkpoint[-1]
+
+
 def _claim(folder: str) -> None:
     """Take a new run's folder; another run that was started at the same moment must not write to it too."""
     try:
         Path(folder).mkdir(parents=True)
     except FileExistsError:
         raise InputError(f"another run has just taken {folder}. Start again.") from None
+
+
+def _most_processes() -> int:
+    """More processes than this on one machine are a slip of the keyboard."""
+    return max(64, 16 * (os.cpu_count() or 1))
 
 
 def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None, bool]:
@@ -159,8 +179,12 @@ def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None,
             "for example --module llama3 --config llama3_debugmodel."
         )
     nproc = values.get("--nproc", "1")
-    if not (nproc.isdigit() and int(nproc) > 0) and nproc not in ("auto", "cpu", "gpu"):
+    if not (is_count(nproc) and int(nproc) > 0) and nproc not in ("auto", "cpu", "gpu"):
         problems.append(f"--nproc is '{nproc}'. Give the number of processes on this machine, for example 2.")
+    elif is_count(nproc) and int(nproc) > _most_processes():
+        problems.append(f"--nproc is {nproc}, which this machine cannot run. Give at most {_most_processes()}.")
+    if "--text-field" in values and "--data" not in values:
+        problems.append("--text-field names a field of --data, which is not given. Add --data, or leave it out.")
     launch = Launch(nproc, tuple(torchrun))
     inherited = None
     try:
@@ -174,7 +198,8 @@ def _read_request(arguments: list[str]) -> tuple[RunRequest, Launch, int | None,
     except InputError as error:
         problems += error.problems
     if problems:
-        raise InputError(*problems)
+        paths = path_problems(values.get("--data", ""), values.get("--dump-folder", ""), options)
+        raise InputError(*problems, *paths)
     request = RunRequest(
         module=module,
         config=config,
@@ -207,7 +232,6 @@ def _without_steps(options: tuple[str, ...]) -> list[str]:
 def _epilogue(request: RunRequest, recipe: Recipe, launch: Launch) -> None:
     """Show what the model writes, and what to try next."""
     from .checkpoints import latest
-    from .console import say
     from .sample import sample
     from .worker import configure
 
@@ -252,8 +276,11 @@ def run(arguments: list[str]) -> int:
         os.environ["NPU_TRAIN_VERBOSE"] = "1"
     # Threads that wait should not hold a core that somebody else could use. Read once, when torch loads its OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Before torch is imported (device.py says why).
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     from . import worker
-    from .launch import single_process_environment, torchrun
+    from .launch import single_process_environment, torchrun, torchrun_problems
+    from .lock import refuse_if_locked
 
     if inherited is not None:
         return worker.guarded(request, inherited)
@@ -263,10 +290,15 @@ def run(arguments: list[str]) -> int:
         single_process_environment()
         code = worker.guarded(request, 1, claim=functools.partial(_claim, request.dump_folder) if new else None)
     else:
-        worker.prepare(request, launch.world_size, announce=False)
-        if new:
-            _claim(request.dump_folder)
-        code = torchrun(launch, [request.to_json()])
+        config = worker.prepare(request, launch.world_size, announce=False, found=torchrun_problems(launch))
+        if not launch.multi_node:
+            refuse_if_locked(config.dump_folder)
+        if not launch.multi_node and worker.tell_nothing_left(config, announce=True):
+            code = EXIT_DONE
+        else:
+            if new:
+                _claim(request.dump_folder)
+            code = torchrun(launch, [request.to_json()], functools.partial(worker.kept, config))
     recipe = RECIPES.get(request.recipe)
     if code == EXIT_DONE and recipe is not None and recipe.prompts and not launch.multi_node:
         _epilogue(request, recipe, launch)
@@ -306,7 +338,7 @@ def sample(arguments: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest tokens; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", help="auto, npu, cuda or cpu")
+    parser.add_argument("--device", default="auto", help="auto, npu, cuda, cpu or sim")
     parser.add_argument("--module", default="", help="with --config: the model, where the run left no run.json")
     parser.add_argument("--config", default="")
     parser.add_argument("--hf-assets-path", default="", help="the tokenizer's folder, where it is not the run's own")

@@ -32,6 +32,7 @@ from npu_parallel.init import layout_independent_init
 
 from .data import TextDataLoader
 from .errors import InputError, near
+from .files import SUFFIXES, not_read
 from .recipe_configs import QUICKSTART_DATA
 from .trainer import NpuTrainer
 
@@ -86,12 +87,17 @@ def _tyro_problem(text: str) -> str:
     return f"{message or text.strip()}.{hint} Every option is listed by adding --help to the command."
 
 
-def _check_registry(module: str, config: str) -> None:
-    """Refuse an unknown module or configuration with the near matches."""
+def _check_registry(module: str, config: str) -> Callable[[], Any]:
+    """The configuration function; an unknown module or configuration is refused with the near matches."""
     from torchtitan.experiments import _supported_experiments
     from torchtitan.models import _supported_models
 
     known = sorted(_supported_models | _supported_experiments)
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise InputError(
+            f"'{module}' given to --module is no module name. Give a short name ({near(module, known)}) or the dotted "
+            "path of a package that can be imported, such as mine.models.llama."
+        )
     if module in _supported_models:
         candidates = [f"torchtitan.models.{module}.config_registry"]
     elif module in _supported_experiments:
@@ -117,7 +123,8 @@ def _check_registry(module: str, config: str) -> None:
                 f"the module '{module}' needs the package '{missing}', which is not installed. pip install {missing}"
             )
         raise InputError(f"the module '{module}' given to --module cannot be imported: {errors[-1]}.")
-    if not callable(getattr(registry, config, None)):
+    function = getattr(registry, config, None)
+    if not callable(function):
         known = [
             name
             for name, value in vars(registry).items()
@@ -127,6 +134,14 @@ def _check_registry(module: str, config: str) -> None:
             f"unknown configuration '{config}' given to --config: module '{module}' has no such function. "
             f"Near matches: {near(config, known)}."
         )
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"--config: '{config}' of module '{module}' is no configuration function ({error}). Name one that takes no "
+            "arguments and returns a Trainer.Config."
+        ) from error
+    return function
 
 
 def parse(module: str, config: str, options: list[str], device_type: str) -> Trainer.Config:
@@ -142,7 +157,7 @@ def parse(module: str, config: str, options: list[str], device_type: str) -> Tra
         InputError: an unknown module, configuration or option, or a value that the configuration refuses.
         SystemExit: ``options`` ask for help, which has been printed.
     """
-    _check_registry(module, config)
+    function = _check_registry(module, config)
     args = ["--module", module, "--config", config, *options]
     if device_type not in _NATIVE_DEVICES:
         # torchtitan refuses pipeline and expert parallelism while CUDA graphs are on, which is its default everywhere.
@@ -157,10 +172,13 @@ def parse(module: str, config: str, options: list[str], device_type: str) -> Tra
         # Parsing warns about things that are checked, and said once, in check.py.
         upstream_log.setLevel(logging.ERROR)
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output), _terminal_width(4000):
+            made = function()
+            if not isinstance(made, Trainer.Config):
+                raise ValueError(f"the function returns {type(made).__qualname__}, not a Trainer.Config")
             parsed = ConfigManager().parse_args(args)
     except SystemExit:
         raise InputError(_tyro_problem(output.buffer.getvalue().decode())) from None
-    except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
+    except (AssertionError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         raise InputError(f"the configuration '{config}' of module '{module}' is refused: {error}") from error
     finally:
         upstream_log.setLevel(level)
@@ -185,15 +203,24 @@ def use_data(config: Trainer.Config, path: str, text_field: str = "") -> list[st
     config.dataloader = dataclasses.replace(
         loader, dataset_path=os.path.abspath(os.path.expanduser(path)), text_field=text_field or loader.text_field
     )
+    notes = []
+    # A problem with the data itself is told by check.py.
+    with contextlib.suppress(InputError):
+        left_out = not_read(path)
+        if left_out:
+            shown = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if left_out[5:] else "")
+            notes.append(
+                f"in {path}, {shown} is not read: only {', '.join(SUFFIXES)} files are, not those of subfolders."
+            )
     if not config.validator.enable:
-        return []
+        return notes
     held_out = config.validator.dataloader
     if isinstance(held_out, TextDataLoader.Config) and not (held_out.dataset_path or "").startswith(
         str(QUICKSTART_DATA)
     ):
-        return []
+        return notes
     config.validator.enable = False
-    return ["validation is off: the configuration's held-out text does not belong to your data."]
+    return [*notes, "validation is off: the configuration's held-out text does not belong to your data."]
 
 
 def _replace_repository_assets(config: Trainer.Config) -> list[str]:

@@ -5,11 +5,15 @@ number. Row ``n`` of the run is the same text for any data-parallel degree, so a
 processes and its loss goes on as if it had not been interrupted.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,41 +28,27 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 from tqdm import tqdm
 
+from .console import say
 from .errors import InputError
+from .files import SUFFIXES, data_files
 
 END_OF_DOCUMENT = "<|endoftext|>"
-SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 # Long texts are tokenised in pieces of about this many characters, cut at a line end.
 _PIECE_CHARACTERS = 1 << 20
 _CACHE_VERSION = 1
-
-
-def data_files(path: str | os.PathLike) -> list[Path]:
-    """The data files that ``path`` names: itself, or the files of a folder in the order of their names.
-
-    Raises:
-        InputError: nothing there, or a kind of file that is not read.
-    """
-    path = Path(path).expanduser()
-    kinds = ", ".join(SUFFIXES)
-    if not path.exists():
-        raise InputError(f"data file not found: {path}. Give --data an existing {kinds} file or a folder of them.")
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and p.is_file())
-        if not files:
-            raise InputError(f"the data folder {path} holds no {kinds} file.")
-        return files
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"{path}: '{path.suffix}' files are not read. Convert it to one of: {kinds}.")
-    return [path]
+_STALE_S = 24 * 3600
 
 
 def _read_text(path: Path) -> Iterator[tuple[str, bool]]:
     """Documents end at a line that holds only ``<|endoftext|>``, else with the file."""
     piece: list[str] = []
     size = 0
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if "\0" in line:
+                raise InputError(
+                    f"{path}, line {number}: a NUL character, so it is no text file. Write it again as text."
+                )
             ends = line.strip() == END_OF_DOCUMENT
             if not ends:
                 piece.append(line)
@@ -69,23 +59,38 @@ def _read_text(path: Path) -> Iterator[tuple[str, bool]]:
     yield "".join(piece), True
 
 
+def _text_of_line(line: str, field: str) -> str:
+    """The text of one line of JSONL; a ``ValueError`` says why there is none."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply. Each line is one object") from None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({getattr(error, 'msg', error)}). Each line is one object") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"no text under '{field}' (it has: {type(record).__name__}). Each line is one object")
+    text = record.get(field)
+    if not isinstance(text, str):
+        holds = f"'{field}' holds {json.dumps(text)[:40]}, not text" if field in record else f"no text under '{field}'"
+        names = ascii(", ".join(record))[1:-1]
+        raise ValueError(f"{holds} (it has: {names}). Name the field with --text-field")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a surrogate pair (\\u{ord(text[error.start]):04x}), which is no character") from None
+    return text
+
+
 def _read_jsonl(path: Path, field: str) -> Iterator[tuple[str, bool]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(
-                    f"{path}, line {number}: not valid JSON ({error.msg}). Each line is one object."
-                ) from None
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-                raise InputError(
-                    f"{path}, line {number}: no text under '{field}' (it has: {has}). Name the field with --text-field."
-                )
-            yield record[field], True
+                text = _text_of_line(line, field)
+            except ValueError as error:
+                raise InputError(f"{path}, line {number}: {error}.") from None
+            yield text, True
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, bool]]:
@@ -98,6 +103,8 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, bool]]:
             f"{path}: no column '{field}' (it has: {', '.join(file.schema_arrow.names)}). "
             "Name the column with --text-field."
         )
+    if file.schema_arrow.names.count(field) > 1:
+        raise InputError(f"{path}: several columns are called '{field}'. Leave one of them.")
     kind = file.schema_arrow.field(field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise InputError(f"{path}: the column '{field}' holds {kind}, not text. Name another with --text-field.")
@@ -118,7 +125,7 @@ def read_documents(path: Path, text_field: str = "text") -> Iterator[tuple[str, 
         "jsonl": lambda: _read_jsonl(path, text_field),
         "parquet": lambda: _read_parquet(path, text_field),
     }
-    kind = SUFFIXES[path.suffix]
+    kind = SUFFIXES[path.suffix.lower()]
     try:
         yield from readers[kind]()
     except (pyarrow.ArrowException, OSError) as error:
@@ -140,15 +147,24 @@ def cache_folder() -> Path:
 class TokenFile:
     """Tokenised documents on disk, mapped into memory.
 
+    Raises:
+        ValueError: the files are damaged.
+
     Attributes:
         tokens: 1-D array of token ids, the documents one behind the other.
         starts: 1-D int64 array, the index of the first token of each document, closed by the number of tokens.
     """
 
     def __init__(self, folder: Path):
-        meta = json.loads((folder / "meta.json").read_text())
-        self.tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r", shape=(meta["n_tokens"],))
-        self.starts = np.fromfile(folder / "starts.bin", dtype=np.int64)
+        try:
+            meta = json.loads((folder / "meta.json").read_text())
+            self.tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+            self.starts = np.fromfile(folder / "starts.bin", dtype=np.int64)
+            whole = len(self.tokens) == meta["n_tokens"] == self.starts[-1]
+        except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{folder} is damaged ({error})") from None
+        if not whole:
+            raise ValueError(f"{folder} is damaged (its files do not fit together)")
 
     def rows(self, seq_len: int) -> int:
         """How many rows of ``seq_len`` tokens there are; what is left over at the end is not used."""
@@ -200,6 +216,16 @@ def _write_tokens(folder: Path, files: list[Path], tokenizer: BaseTokenizer, tex
     (folder / "meta.json").write_text(json.dumps({"dtype": np.dtype(dtype).name, "n_tokens": n_tokens}))
 
 
+def _remove_leftovers(cache: Path, prefix: str) -> None:
+    """Remove what processes that were killed left: folders called ``prefix``, and those not written to for long."""
+    for folder in cache.glob("tmp*"):
+        # Another process may be just finishing its own.
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(path.lstat().st_mtime for path in [folder, *folder.rglob("*")])
+            if folder.name.startswith(prefix) or time.time() - newest > _STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def tokenize(
     path: str | os.PathLike, tokenizer: BaseTokenizer, tokenizer_path: str, text_field: str = "text"
 ) -> TokenFile:
@@ -231,20 +257,28 @@ def tokenize(
     with lock:
         # The first process of a machine tokenises; the others wait here and then map its result.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=cache) as scratch:
-                unfinished = Path(scratch) / "tokens"
-                unfinished.mkdir()
-                _write_tokens(unfinished, files, tokenizer, text_field)
-                if json.loads((unfinished / "meta.json").read_text())["n_tokens"] == 0:
-                    raise InputError(f"the data {path} is empty: it holds no text to train on.")
-                try:
-                    unfinished.rename(folder)
-                except OSError:
-                    # A file system whose locks do not reach other machines: one of them was first.
-                    if not folder.exists():
-                        raise
-    return TokenFile(folder)
+        if folder.exists():
+            try:
+                return TokenFile(folder)
+            except ValueError as error:
+                say(f"note: {error}: the text is turned into tokens again.")
+                shutil.rmtree(folder)
+        # Of this data on this machine none is being written: the lock is ours.
+        prefix = f"tmp-{socket.gethostname()}-{folder.name}-"
+        _remove_leftovers(cache, prefix)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=prefix) as scratch:
+            unfinished = Path(scratch) / "tokens"
+            unfinished.mkdir()
+            _write_tokens(unfinished, files, tokenizer, text_field)
+            if json.loads((unfinished / "meta.json").read_text())["n_tokens"] == 0:
+                raise InputError(f"the data {path} is empty: it holds no text to train on.")
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                # A file system whose locks do not reach other machines: one of them was first.
+                if not folder.exists():
+                    raise
+        return TokenFile(folder)
 
 
 class TextDataLoader(BaseDataLoader):
@@ -309,7 +343,7 @@ class TextDataLoader(BaseDataLoader):
         if not self._config.shuffle:
             return offset
         if self._order is None or self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(self._config.seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed((self._config.seed * 1_000_003 + epoch) % 2**63)
             self._order = (epoch, torch.randperm(self._n_rows, generator=generator))
         return int(self._order[1][offset])
 

@@ -1,6 +1,7 @@
 """The two ways a command ends badly, and how a person is told."""
 
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -39,6 +40,20 @@ def report(program: str, error: InputError | RunFailed, stream: TextIO | None = 
     for number, problem in enumerate(error.problems, 1):
         print(f"{number:>3}. {problem}", file=stream, flush=True)
     return EXIT_UNUSABLE_INPUT
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed: what the operating system said, where it did, else the exception's first sentence."""
+    chain, cause = [], error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    told = next((e.strerror for e in chain if isinstance(e, OSError) and e.strerror), None)
+    if told is not None:
+        return told
+    words = " ".join(str(error).split())
+    sentence = re.split(r"(?<=\w)\. ", words)[0].rstrip(".")
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
 def near(word: str, known: Sequence[str]) -> str:

@@ -1,12 +1,20 @@
 """Start a run: in this process, or in several through torchrun, which is the engine; nothing here takes its place."""
 
+import argparse
+import contextlib
+import io
+import logging
 import os
+import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
 
 from .errors import EXIT_PROBLEM, EXIT_UNUSABLE_INPUT, InputError
+from .files import unwritable
 
 # torchrun's options that are passed on; True where one takes a value.
 TORCHRUN_OPTIONS = {
@@ -36,7 +44,13 @@ TORCHRUN_OPTIONS = {
     "--duplicate-stderr-filters": True,
     "--virtual-local-rank": False,
 }
+_RENDEZVOUS = ("static", "c10d", "etcd", "etcd-v2")
 _ELASTIC_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+def is_count(text: str) -> bool:
+    """Whether ``text`` is a number of processes or machines."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class Launch:
     def world_size(self) -> int | None:
         """Processes in all, or None where only torchrun will know."""
         nodes = self._nodes
-        return int(nodes) * int(self.nproc) if nodes.isdigit() and self.nproc.isdigit() else None
+        return int(nodes) * int(self.nproc) if is_count(nodes) and is_count(self.nproc) else None
 
 
 def inherited_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -112,13 +126,63 @@ def _describe_failure(rank: int, exit_code: int) -> str:
     return f"rank {rank} ended with exit code {exit_code}"
 
 
-def torchrun(launch: Launch, worker_args: list[str]) -> int:
-    """Run ``npu_train.worker`` under torchrun and return the exit code of the run."""
+def _parse(launch: Launch, options: list[str], worker_args: list[str]) -> argparse.Namespace:
+    from torch.distributed import run
+
+    words = [*options, "--nproc-per-node", launch.nproc, "--module", "npu_train.worker", *worker_args]
+    shown = io.StringIO()
+    try:
+        # argparse prints its usage and exits.
+        with contextlib.redirect_stderr(shown):
+            return run.parse_args(words)
+    except SystemExit:
+        message = (shown.getvalue().strip().splitlines() or ["its options are refused"])[-1]
+        raise InputError(f"torchrun: {message.partition('error: ')[2] or message}.") from None
+
+
+def torchrun_problems(launch: Launch) -> list[str]:
+    """What torchrun would refuse, found without starting or writing anything."""
+    from torch.distributed import run
+
+    if is_count(launch.nproc):
+        set_threads(int(launch.nproc))
+    try:
+        arguments = _parse(launch, list(launch.torchrun), [])
+    except InputError as error:
+        return error.problems
+    problems = []
+    known = [*_RENDEZVOUS, *(plugin.name for plugin in entry_points(group="torchrun.handlers"))]
+    if arguments.rdzv_backend not in known:
+        problems.append(f"torchrun: unknown --rdzv-backend '{arguments.rdzv_backend}'. Known: {', '.join(known)}.")
+    if arguments.log_dir:
+        problems += unwritable(Path(arguments.log_dir), "log folder", "--log-dir")
+    # Else the folder would be made.
+    arguments.log_dir = os.devnull
+    before = logging.root.manager.disable
+    try:
+        # The run itself will say it again.
+        logging.disable(logging.CRITICAL)
+        run.config_from_args(arguments)
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:
+        problems.append(f"torchrun: {error}. See torchrun --help.")
+    finally:
+        logging.disable(before)
+    return problems
+
+
+def torchrun(launch: Launch, worker_args: list[str], kept: Callable[[], str]) -> int:
+    """Run ``npu_train.worker`` under torchrun and return the exit code of the run.
+
+    Args:
+        launch: How many processes, where.
+        worker_args: Arguments of each process.
+        kept: Says what there is to go on from, once the run has ended badly.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if launch.nproc.isdigit():
+    if is_count(launch.nproc):
         set_threads(int(launch.nproc))
     rendezvous = ("--rdzv", "--master", "--standalone", "--node-rank")
     options = list(launch.torchrun)
@@ -127,9 +191,7 @@ def torchrun(launch: Launch, worker_args: list[str]) -> int:
             options.append("--standalone")
         # One machine talks to itself: its own name need not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    arguments = run.parse_args(
-        [*options, "--nproc-per-node", launch.nproc, "--module", "npu_train.worker", *worker_args]
-    )
+    arguments = _parse(launch, options, worker_args)
     try:
         run.run(arguments)
     except SignalException as error:
@@ -142,7 +204,7 @@ def torchrun(launch: Launch, worker_args: list[str]) -> int:
             return EXIT_UNUSABLE_INPUT
         print(
             f"npu-train: {_describe_failure(rank, code)}; the other processes were stopped. "
-            "What it printed is above. A finished checkpoint can be continued with the same command and --resume.",
+            f"What it printed is above. {kept()}",
             file=sys.stderr,
             flush=True,
         )

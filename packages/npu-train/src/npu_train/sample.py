@@ -17,7 +17,8 @@ from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
 from . import checkpoints
-from .errors import InputError
+from .errors import InputError, reason
+from .trainer import first_nonfinite
 
 
 def resolve_checkpoint(path: str | Path) -> checkpoints.Checkpoint:
@@ -49,7 +50,7 @@ def load_model(config: Trainer.Config, checkpoint: Path) -> Decoder:
     """Build the whole model in this process and load the weights of a distributed checkpoint into it.
 
     Raises:
-        InputError: the model is not a decoder, or the checkpoint is of another model.
+        InputError: the model is not a decoder, or the checkpoint is of another model, damaged or not finite.
     """
     spec = config.model_spec.model
     if not (checkpoint / ".metadata").is_file():
@@ -85,8 +86,19 @@ def load_model(config: Trainer.Config, checkpoint: Path) -> Decoder:
     with warnings.catch_warnings():
         # Loading in one process is what is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+        try:
+            dcp.load(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+        # Is no Exception, and prints as tracebacks.
+        except dcp.CheckpointException as error:
+            why = reason(next(iter(error.failures.values()))[0])
+            raise InputError(f"the checkpoint {checkpoint} is damaged: it does not load ({why}).") from error
     model.load_state_dict(state)
+    broken = first_nonfinite(model.named_parameters())
+    if broken is not None:
+        raise InputError(
+            f"the weights in {checkpoint} are not finite ({broken} is the first): the run had diverged. Sample from an "
+            "earlier checkpoint."
+        )
     return model.eval()
 
 

@@ -41,12 +41,7 @@ def first_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     Args:
         tensors: Names and floating-point tensors of any shape, DTensors among them.
     """
-    tensors = list(tensors)
-    if not tensors:
-        return None
-    # One wait for the device, not one a tensor.
-    finite = torch.stack([_local(tensor).isfinite().all() for _, tensor in tensors]).tolist()
-    return next((name for (name, _), fine in zip(tensors, finite, strict=True) if not fine), None)
+    return next((name for name, tensor in tensors if not bool(_local(tensor).isfinite().all())), None)
 
 
 def _of_all_ranks(name: str | None) -> tuple[int, str] | None:
@@ -197,6 +192,6 @@ class NpuTrainer(Trainer):
         events.close()
         return NonFiniteError(
             f"stopped at step {self.step}: {what} {keep} Lower --optimizer.param-groups.0.optimizer-kwargs.lr or raise "
-            "--lr-scheduler.warmup-steps, then start from that checkpoint.",
+            f"--lr-scheduler.warmup-steps, then start {'again' if last is None else 'from that checkpoint'}.",
             told_by_rank=told_by_rank,
         )

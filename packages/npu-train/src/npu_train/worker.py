@@ -1,15 +1,18 @@
 """One training process: device, configuration, checks, torchtitan's trainer."""
 
+import contextlib
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .errors import EXIT_DONE, EXIT_PROBLEM, EXIT_UNUSABLE_INPUT, InputError, RunFailed, report
+from .files import path_problems
+from .lock import locked
 from .request import RunRequest
 
 if TYPE_CHECKING:
@@ -43,24 +46,47 @@ def configure(request: RunRequest) -> "tuple[Trainer.Config, Device]":
     return config, device
 
 
-def prepare(request: RunRequest, world_size: int | None, *, announce: bool) -> "Trainer.Config":
+def prepare(
+    request: RunRequest, world_size: int | None, *, announce: bool, found: Sequence[str] = ()
+) -> "Trainer.Config":
     """``configure`` and check everything.
+
+    Args:
+        request: The run.
+        world_size: Its processes, or None where that is not known yet.
+        announce: Whether to print what differs from what was asked for.
+        found: Problems found already, to be told with the others.
 
     Raises:
         InputError: with every problem found.
     """
     from .console import say
 
-    config, device = configure(request)
+    try:
+        config, device = configure(request)
+    except InputError as error:
+        paths = path_problems(request.data, request.dump_folder, request.options)
+        raise InputError(*found, *error.problems, *paths) from error
     from .check import check
 
-    problems = check(config, device.type, world_size, resume=request.resume)
+    problems = [*found, *check(config, device.type, world_size, resume=request.resume)]
     if problems:
         raise InputError(*problems)
     if announce:
         for note in device.notes:
             say(f"note: {note}")
     return config
+
+
+def tell_nothing_left(config: "Trainer.Config", *, announce: bool) -> bool:
+    """Whether the checkpoint to go on from is at the last step already; says so."""
+    from .check import nothing_left
+    from .console import say
+
+    told = nothing_left(config)
+    if told is not None and announce:
+        say(told)
+    return told is not None
 
 
 def request_of_run(path: Path) -> RunRequest:
@@ -96,25 +122,24 @@ def _write_run_file(config: "Trainer.Config", request: RunRequest) -> None:
     unfinished.rename(folder / RUN_FILE)
 
 
-def train(request: RunRequest, world_size: int, claim: Callable[[], None] | None = None) -> int:
-    """Train in this process, which is one of ``world_size``; return the exit code.
+def kept(config: "Trainer.Config | None") -> str:
+    """What a run that ended early has left to go on from, as a sentence."""
+    from .checkpoints import latest
 
-    Args:
-        request: The run.
-        world_size: Processes of the run.
-        claim: Called once everything has been checked, before anything is written.
-    """
-    rank = int(os.environ["RANK"])
-    announce = rank == 0
-    config = prepare(request, world_size, announce=announce)
-    if claim is not None:
-        claim()
+    enabled = config is not None and config.checkpoint.enable
+    newest = latest(Path(config.dump_folder) / config.checkpoint.folder) if enabled else None
+    if newest is None:
+        return "There is no checkpoint of this run."
+    return f"The checkpoint {newest.path} is kept: continue with the same command and --resume."
 
+
+def _train(config: "Trainer.Config", request: RunRequest) -> None:
     import torch
     from torchtitan.observability import structured_logger as sl
 
     from .console import say
 
+    announce = int(os.environ["RANK"]) == 0
     sl.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
     )
@@ -137,7 +162,6 @@ def train(request: RunRequest, world_size: int, claim: Callable[[], None] | None
             trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return EXIT_DONE
 
 
 def _headline(trainer: Any) -> str:
@@ -158,10 +182,27 @@ def _headline(trainer: Any) -> str:
 
 
 def guarded(request: RunRequest, world_size: int, claim: Callable[[], None] | None = None) -> int:
-    """``train`` with every failure told in a paragraph instead of a traceback, unless ``--debug``."""
+    """Train in this process; every failure is told in a paragraph instead of a traceback, unless ``--debug``.
+
+    Args:
+        request: The run.
+        world_size: Processes of the run, of which this is one.
+        claim: Called once everything has been checked, before anything is written.
+
+    Returns:
+        The exit code.
+    """
     rank = int(os.environ.get("RANK", "0"))
+    config = None
     try:
-        return train(request, world_size, claim)
+        config = prepare(request, world_size, announce=rank == 0)
+        if tell_nothing_left(config, announce=rank == 0):
+            return EXIT_DONE
+        if claim is not None:
+            claim()
+        with locked(config.dump_folder) if rank == 0 else contextlib.nullcontext():
+            _train(config, request)
+        return EXIT_DONE
     except InputError as error:
         # The ranks of a machine find the same problems; one of each machine tells.
         if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -173,7 +214,7 @@ def guarded(request: RunRequest, world_size: int, claim: Callable[[], None] | No
         # What all ranks found together, one of them tells.
         return report("npu-train", error) if getattr(error, "told_by_rank", rank) == rank else EXIT_PROBLEM
     except KeyboardInterrupt:
-        print("npu-train: interrupted. Finished checkpoints are kept; continue with --resume.", file=sys.stderr)
+        print(f"npu-train: interrupted. {kept(config)}", file=sys.stderr)
         return 130
     except Exception as error:
         if request.debug:

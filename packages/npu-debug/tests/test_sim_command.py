@@ -36,7 +36,7 @@ def test_devices_are_a_number(devices: str) -> None:
 
 
 PYTHON = sys.executable
-TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+TORCHRUN = [PYTHON, *command.LAUNCHER]
 
 
 @pytest.mark.parametrize(

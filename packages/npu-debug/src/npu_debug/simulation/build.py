@@ -39,7 +39,7 @@ STAND_INS = (
     "libge_runner.so",
     "libgraph.so",
     "libacl_tdt_channel.so",
-    "libhcomm.so",
+    "libhcomm.so",  # of newer CANN; torch_npu takes the functions that group calls of HCCL from it
 )
 FLAGS = ["-O2", "-fPIC", "-fvisibility=hidden"]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-format-zero-length"]

@@ -13,6 +13,8 @@ from .build import library_folder
 from .settings import Settings
 
 SITE = Path(__file__).parent / "site"
+# torch_npu, which torch loads by itself, has imported the module by then, and Python warns of that.
+LAUNCHER = ["-W", "ignore:'torch.distributed.run' found:RuntimeWarning", "-m", "torch.distributed.run"]
 _RENDEZVOUS = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
 
 
@@ -51,7 +53,7 @@ def command_line(command: Sequence[str], nproc: int | None) -> list[str]:
     if any(part.split("=")[0] in ("--nproc-per-node", "--nproc_per_node") for part in rest):
         raise InputError("The number of processes is given twice: by --nproc and by torchrun's own --nproc-per-node.")
     alone = [] if any(part.startswith(_RENDEZVOUS) for part in rest) else ["--standalone"]
-    return [sys.executable, "-m", "torch.distributed.run", *alone, "--nproc-per-node", str(nproc), *rest]
+    return [sys.executable, *LAUNCHER, *alone, "--nproc-per-node", str(nproc), *rest]
 
 
 def environment(settings: Settings) -> dict[str, str]:

@@ -465,31 +465,6 @@ def _copies(streams: Streams) -> dict[str, Kernel]:
     }
 
 
-def _convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> torch.Tensor:
-    out = aten.convolution.default(
-        on_host(x),
-        on_host(weight),
-        None if bias is None else on_host(bias),
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        groups,
-    )
-    return to_device(out, x.device)
-
-
 def _convolution_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -502,21 +477,10 @@ def _convolution_backward(
     groups: int,
     output_mask: list[bool],
 ) -> tuple[torch.Tensor | None, ...]:
+    """`convolution_backward_overrideable` of CPU tensors, for which the CPU has no kernel of that name."""
     bias_sizes = [weight.size(1) * groups if transposed else weight.size(0)]
-    grads = aten.convolution_backward.default(
-        on_host(grad),
-        on_host(x),
-        on_host(weight),
-        bias_sizes,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        groups,
-        output_mask,
-    )
-    return to_device(grads, x.device)
+    options = (stride, padding, dilation, transposed, output_padding, groups, output_mask)
+    return aten.convolution_backward.default(grad, x, weight, bias_sizes, *options)
 
 
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -606,10 +570,13 @@ def register(streams: Streams) -> torch.library.Library:
     """
     library = torch.library.Library("aten", "IMPL")
     operators = _operators()
+    backward = operators["convolution_backward_overrideable"]
     special = {
         **_copies(streams),
-        "convolution_overrideable": _convolution,
-        "convolution_backward_overrideable": _convolution_backward,
+        "convolution_overrideable": HostKernel(
+            operators["convolution_overrideable"], streams, aten.convolution.default
+        ),
+        "convolution_backward_overrideable": HostKernel(backward, streams, _convolution_backward),
         "native_dropout": _native_dropout,
         "scaled_dot_product_attention": scaled_dot_product_attention,
     }

@@ -91,12 +91,12 @@ else
 	$$test
 endif
 else
-# Half of the tests wait for one process at a time, so the two kinds share the cores.
-test: sync
+# Half of the tests wait for one process at a time, so two lanes share the cores.
+test: sync sync-sim
 	@log=$$(mktemp)
-	$(MAKE) test-packages >$$log 2>&1 & packages=$$!
+	$(MAKE) test-packages integration-sim --keep-going >$$log 2>&1 & packages=$$!
 	failed=0
-	$(MAKE) integration || failed=1
+	$(MAKE) integration-cpu || failed=1
 	wait $$packages || failed=1
 	cat $$log
 	rm $$log
@@ -109,10 +109,14 @@ test-packages: wheelhouse
 	for package in $(PACKAGES); do $(MAKE) test PKG=$$package || failed=1; done
 	exit $$failed
 
-.PHONY: integration
-integration: sync sync-sim ## Only the tests that need several processes or packages
+.PHONY: integration integration-cpu integration-sim
+integration: integration-cpu integration-sim ## Only the tests that need several processes or packages
+
+integration-cpu: sync
 	@$(RUN)python -m pytest tests-integration -m "not sim" --durations=15
-	$(SIM)python -m pytest tests-integration -m sim --sim --durations=5
+
+integration-sim: sync-sim
+	@$(SIM)python -m pytest tests-integration -m sim --sim --durations=5
 
 .PHONY: sync-sim
 sync-sim: wheelhouse ## Set up .venvs/sim: .venv with torch_npu, for simulated NPUs

@@ -13,6 +13,11 @@ def degrees(**parallelism: int) -> list[str]:
     return [part for name, degree in parallelism.items() for part in (f"--parallelism.{name}_degree", str(degree))]
 
 
+def from_seed(seed: Path) -> list[str]:
+    """torchtitan's options that start from a seed checkpoint."""
+    return ["--checkpoint.enable", "--checkpoint.load-only", "--checkpoint.initial-load-path", str(seed)]
+
+
 def train(
     ranks: RankServer,
     folder: Path,

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from jobs import degrees, succeeded, train
+from jobs import degrees, from_seed, succeeded, train
 from ranks import Job, RankServer
 
 # Layout: processes, and torchtitan's options. A step has the same rows in all of them.
@@ -23,7 +23,6 @@ EXPERT_LAYOUTS = {
     "ep2": (2, degrees(expert_parallel=2)),
     "ep4": (4, degrees(expert_parallel=4)),
 }
-MODELS = ("llama3", "deepseek_v3")
 # Rows of a step.
 ROWS = 4
 CASES = [("llama3", name) for name in LAYOUTS] + [("deepseek_v3", name) for name in LAYOUTS | EXPERT_LAYOUTS]
@@ -32,23 +31,6 @@ CASES = [("llama3", name) for name in LAYOUTS] + [("deepseek_v3", name) for name
 STEPS = {"llama3": 3, "deepseek_v3": 2}
 # Tokens of a row; context parallelism needs 256.
 SEQ_LEN = {"llama3": 128, "deepseek_v3": 64}
-
-
-def _from_seed(seed: Path) -> list[str]:
-    return ["--checkpoint.enable", "--checkpoint.load-only", "--checkpoint.initial-load-path", str(seed)]
-
-
-@pytest.fixture(scope="module")
-def seeds(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A seed checkpoint of each model, made by torchtitan's own option."""
-    folders = {}
-    for model in MODELS:
-        folder = tmp_path_factory.mktemp(f"{model}-seed")
-        succeeded(
-            train(ranks, folder, "--checkpoint.enable", "--checkpoint.create-seed-checkpoint", model=model, batch=1)
-        )
-        folders[model] = folder / "checkpoint" / "step-0"
-    return folders
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +42,7 @@ def alone(
     @cache
     def run(model: str, seq_len: int) -> Job:
         folder = tmp_path_factory.mktemp(f"{model}-alone")
-        options = _from_seed(seeds[model])
+        options = from_seed(seeds[model])
         return succeeded(train(ranks, folder, *options, model=model, batch=ROWS, seq_len=seq_len, steps=STEPS[model]))
 
     return run
@@ -79,7 +61,7 @@ def test_every_loss_is_that_of_one_process(
             ranks,
             tmp_path,
             *options,
-            *_from_seed(seeds[model]),
+            *from_seed(seeds[model]),
             model=model,
             world_size=world_size,
             batch=ROWS // data_parallel,

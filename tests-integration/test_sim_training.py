@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import degrees, succeeded, train
+from jobs import degrees, from_seed, succeeded, train
 from ranks import Job, RankServer
 
 pytestmark = pytest.mark.sim(in_process=False)
@@ -26,25 +26,11 @@ def sim_ranks() -> Iterator[RankServer]:
     server.close()
 
 
-@pytest.fixture(scope="module")
-def seeds(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A seed checkpoint of each model, made on the CPU."""
-    folders = {}
-    for model in ("llama3", "deepseek_v3"):
-        folder = tmp_path_factory.mktemp(f"{model}-seed")
-        options = ["--checkpoint.enable", "--checkpoint.create-seed-checkpoint"]
-        succeeded(train(ranks, folder, *options, model=model, batch=1, seq_len=128))
-        folders[model] = folder / "checkpoint" / "step-0"
-    return folders
-
-
 def _both(
     ranks: RankServer, sim_ranks: RankServer, folder: Path, seed: Path, *options: str, **request: object
 ) -> tuple[Job, Job]:
-    start = ["--checkpoint.enable", "--checkpoint.load-only", "--checkpoint.initial-load-path", str(seed)]
-    jobs = [
-        succeeded(train(server, folder / server.device, *start, *options, **request)) for server in (ranks, sim_ranks)
-    ]
+    options = (*from_seed(seed), *options)
+    jobs = [succeeded(train(server, folder / server.device, *options, **request)) for server in (ranks, sim_ranks)]
     assert sorted(jobs[0].column("loss")) == list(range(1, request["steps"] + 1))
     return jobs[0], jobs[1]
 

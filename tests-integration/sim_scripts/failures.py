@@ -10,11 +10,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch_npu  # noqa: F401
+from forks import fork
 
 WORLD = 2
 LIMIT = 45
@@ -98,20 +100,7 @@ def main() -> None:
     ranks: dict[int, tuple[str, int]] = {}
     for name in JOBS:
         for rank in range(WORLD):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    _rank(name, rank, folder)
-                    code = 0
-                except BaseException:
-                    import traceback
-
-                    traceback.print_exc()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-            ranks[child] = (name, rank)
+            ranks[fork(partial(_rank, name, rank, folder))] = (name, rank)
     ends: dict[str, dict[int, tuple[int, float]]] = {name: {} for name in JOBS}
     # The rank that never comes is not waited for.
     sleeper = next(child for child, job in ranks.items() if job == ("missing", 1))

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch_npu  # noqa: F401
+from forks import fork
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -290,22 +292,7 @@ def run_alone(_: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     for run, number in ((run_rank, WORLD), (run_alone, 1)):
-        children = []
-        for rank in range(number):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    run(rank)
-                    code = 0
-                except BaseException:
-                    import traceback
-
-                    traceback.print_exc()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-            children.append(child)
+        children = [fork(partial(run, rank)) for rank in range(number)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
             sys.exit(f"{run.__name__} ended with {codes}")

@@ -528,11 +528,6 @@ def scaled_dot_product_attention(
     return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
 
 
-def _decomposed(op: torch._ops.OpOverload) -> Kernel:
-    """The composite formula that all other devices use."""
-    return op.decompose
-
-
 _AUTOGRAD_OTHER = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradOther)
 
 
@@ -594,7 +589,7 @@ def register(streams: Streams) -> torch.library.Library:
         if name in special:
             kernel = special[name]
         elif composite:
-            kernel = _decomposed(op)
+            kernel = op.decompose  # the formula that all other devices use
         elif base in supported and (own or _has_kernel(full, "CPU")):
             if torch.Tag.inplace_view in op.tags or any(
                 r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns

@@ -93,7 +93,7 @@ def test_the_watchdog_ends_a_rank_that_waits_for_one_that_never_comes(failures: 
     code, seconds = _ends(failures, "missing")["0"]
     output = (failures / "missing-0.txt").read_text()
     assert code == -signal.SIGABRT, output
-    assert seconds < 30
+    assert seconds < 60
     assert "Watchdog caught collective operation timeout: WorkHCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=5" in output
     assert "taking the entire process down" in output
 
@@ -139,7 +139,7 @@ def test_a_killed_rank_is_named_by_the_other(failures: Path) -> None:
     code, seconds = ends["0"]
     output = (failures / "killed-0.txt").read_text()
     assert code == 1, output
-    assert seconds < 20
+    assert seconds < 60
     assert "rank 0 of 2 timed out in operation 21, HcclAllReduce(count 1000, fp32, sum), after 4 s" in output
     error = output.rpartition("RuntimeError")[2]
     assert "no sign of rank(s) 1 (its process" in error
@@ -202,8 +202,8 @@ def test_memory_devices_and_signals(tmp_path: Path) -> None:
         assert f"sum {200.0 * 2**20 / 4}" in output
         process.send_signal(number)
         begun = time.monotonic()
-        process.communicate(timeout=20)
-        assert time.monotonic() - begun < 15
+        process.communicate(timeout=60)
+        assert time.monotonic() - begun < 40
         assert process.returncode == -number
 
 

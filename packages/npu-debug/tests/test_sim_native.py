@@ -244,7 +244,7 @@ def test_an_event_on_a_busy_stream_waits_its_turn(acl: Acl) -> None:
     assert not acl.is_done(before)  # never recorded
     acl.aclrtRecordEvent(before, stream)
     assert acl.is_done(before)  # an idle stream records at once
-    acl.run(stream, lambda: time.sleep(0.1))
+    gate = acl.occupy(stream)
     acl.aclrtRecordEvent(after, stream)
     assert not acl.is_done(after)
     elapsed = ctypes.c_float()
@@ -252,10 +252,12 @@ def test_an_event_on_a_busy_stream_waits_its_turn(acl: Acl) -> None:
     assert acl.fails("aclrtSynchronizeEventWithTimeout", after, 5).code == EVENT_TIMEOUT
     timeout = acl.fails("aclrtSynchronizeStreamWithTimeout", stream, 5)
     assert (timeout.code, "busy with aclrtLaunchHostFunc" in timeout.message) == (SYNC_TIMEOUT, True)
+    time.sleep(0.1)
+    gate.set()
     acl.aclrtSynchronizeEvent(after)
     assert acl.is_done(after)
     acl.aclrtEventElapsedTime(ctypes.byref(elapsed), before, after)
-    assert 100 <= elapsed.value < 5000
+    assert 100 <= elapsed.value < 30000
     assert acl.number("aclrtStreamQuery", stream) == 0
 
 
@@ -263,10 +265,13 @@ def test_an_event_on_a_busy_stream_waits_its_turn(acl: Acl) -> None:
 def test_times_are_finer_than_a_millisecond(acl: Acl) -> None:
     acl.aclrtSetDevice(0)
     stream, first, second, elapsed = acl.stream(), acl.event(), acl.event(), ctypes.c_float()
-    acl.aclrtRecordEvent(first, stream)
-    acl.aclrtRecordEvent(second, stream)
-    acl.aclrtEventElapsedTime(ctypes.byref(elapsed), first, second)
-    assert 0 < elapsed.value < 1
+    times = []
+    for _ in range(20):  # the best of them: the machine may take the processor away in between
+        acl.aclrtRecordEvent(first, stream)
+        acl.aclrtRecordEvent(second, stream)
+        acl.aclrtEventElapsedTime(ctypes.byref(elapsed), first, second)
+        times.append(elapsed.value)
+    assert 0 < min(times) < 1
     untimed = acl.event(0)
     acl.aclrtRecordEvent(untimed, stream)
     assert acl.fails("aclrtEventElapsedTime", ctypes.byref(elapsed), first, untimed).code == BAD_TIMESTAMP

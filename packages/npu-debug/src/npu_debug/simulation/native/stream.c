@@ -189,13 +189,17 @@ static void add_pending(struct stream *stream, int count) { /* written under the
     __atomic_add_fetch(&sim_pending_tasks, count, __ATOMIC_ACQ_REL);
 }
 
+static int run_record(void *argument);
+
 /* Called under the lock by the stream's thread. */
 static void run_task(struct stream *stream, struct task *task) {
+    /* A recording keeps the lock: who sees the event done also sees its task gone from the stream. */
+    bool unlock = task->run != run_record;
     /* A task behind a failure is still called, as a cancelled one, because it owns what its argument holds. */
     skipping = stream->error && stream->failure_mode == ACL_STOP_ON_FAILURE;
-    pthread_mutex_unlock(&lock);
+    if (unlock) pthread_mutex_unlock(&lock);
     int error = task->run(task->argument);
-    pthread_mutex_lock(&lock);
+    if (unlock) pthread_mutex_lock(&lock);
     skipping = false;
     if (error && !stream->error) {
         const char *reason = sim_message();
@@ -589,14 +593,13 @@ EXPORT aclError aclrtDestroyEvent(aclrtEvent handle) {
     return 0;
 }
 
+/* Called under the lock. */
 static int run_record(void *argument) {
     struct record *record = argument;
-    pthread_mutex_lock(&lock);
     int error = running->error && running->failure_mode == ACL_STOP_ON_FAILURE ? running->error : 0;
     if (!error && sim_task_cancelled()) error = ACL_ERROR_RT_DEVICE_TASK_ABORT;
     complete(record, error, running->error ? running->message : "the tasks before the event were aborted");
     drop_record(record);
-    pthread_mutex_unlock(&lock);
     return 0;
 }
 

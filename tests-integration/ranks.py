@@ -1,15 +1,18 @@
-"""Run training jobs as real processes: one server imports torchtitan once, and forks the ranks of each job.
+"""Run training jobs and commands as real processes: one server imports torchtitan once, and forks them.
 
 A job under torchrun spends most of its time importing; the tests about torchrun itself use it, all others this.
 The ranks are what torchrun would start: `npu_train.worker.guarded` with RANK, WORLD_SIZE and MASTER_PORT set.
 """
 
+import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,13 +70,33 @@ class RankServer:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"output-{time.monotonic_ns()}.txt"
         request = {"device": self.device, **request}
-        job = {"request": request, "world_size": world_size, "timeout": timeout, "log": str(log)}
+        codes = self._fork({"request": request, "world_size": world_size, "timeout": timeout, "log": str(log)})
+        return Job(codes, log.read_text(), folder)
+
+    def command(
+        self, *arguments: str, cwd: Path, largest_file: int | None = None, timeout: float = 300
+    ) -> subprocess.CompletedProcess:
+        """What `commands.run` does, for npu-train and npu-debug, less the start of Python and the imports.
+
+        Args:
+            arguments: The command line.
+            cwd: Where it runs.
+            largest_file: Bytes of the largest file that it may write.
+            timeout: Seconds.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "output.txt"
+            job = {"arguments": arguments, "cwd": str(cwd), "largest_file": largest_file}
+            (code,) = self._fork({**job, "world_size": 1, "timeout": timeout, "log": str(log)})
+            return subprocess.CompletedProcess(arguments, code, log.read_text())
+
+    def _fork(self, job: dict[str, Any]) -> list[int]:
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"the rank server died with exit code {self._process.wait()}")
-        return Job(json.loads(answer), log.read_text(), folder)
+        return json.loads(answer)
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -87,10 +110,18 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _become_rank(rank: int, world_size: int, port: int, job: dict[str, Any]) -> None:
-    with open(job["log"], "a") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+def _command(job: dict[str, Any]) -> int:
+    import npu_debug.cli
+    import npu_train.cli
+
+    os.chdir(job["cwd"])
+    if job["largest_file"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
+    program, *arguments = job["arguments"]
+    return {"npu-train": npu_train.cli.main, "npu-debug": npu_debug.cli.main}[program](arguments)
+
+
+def _rank(rank: int, world_size: int, port: int, job: dict[str, Any]) -> int:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -98,17 +129,24 @@ def _become_rank(rank: int, world_size: int, port: int, job: dict[str, Any]) -> 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    import torchtitan.trainer
-
     from npu_train.request import RunRequest
     from npu_train.worker import guarded
+
+    return guarded(RunRequest.from_json(json.dumps(job["request"])), world_size)
+
+
+def _become(rank: int, world_size: int, port: int, job: dict[str, Any]) -> None:
+    with open(job["log"], "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    import torchtitan.trainer
 
     # At the end rank 0, which holds the store, sleeps 2 s so that the others are done with it. On one machine they are
     # much sooner, and there are a hundred jobs.
     torchtitan.trainer.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: time.sleep(min(seconds, 0.3))})
     code = 1
     try:
-        code = guarded(RunRequest.from_json(json.dumps(job["request"])), world_size)
+        code = _command(job) if "arguments" in job else _rank(rank, world_size, port, job)
     except BaseException:
         import traceback
 
@@ -122,18 +160,26 @@ def _become_rank(rank: int, world_size: int, port: int, job: dict[str, Any]) -> 
 def _serve() -> None:
     from npu_train.device import select_device
 
-    select_device(sys.argv[1])
+    device = select_device(sys.argv[1])
     import torchtitan.models.deepseek_v3.config_registry
     import torchtitan.models.llama3.config_registry  # noqa: F401
 
+    import npu_debug.cli  # noqa: F401
     import npu_train.check
+    import npu_train.cli
     import npu_train.configs
     import npu_train.overrides.attention
     import npu_train.overrides.checkpoint
     import npu_train.overrides.metrics
     import npu_train.sample
-    import npu_train.worker  # noqa: F401
+    import npu_train.worker
 
+    # The reader of options imports and remembers more with each kind of field.
+    for model in ("llama3", "deepseek_v3"):
+        npu_train.configs.parse(model, f"{model}_debugmodel", [], device.type)
+    # What was imported stays: no collection in a forked process need look at it, and copy its pages by that.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
         port = _free_port()
@@ -141,7 +187,7 @@ def _serve() -> None:
         for rank in range(job["world_size"]):
             child = os.fork()
             if child == 0:
-                _become_rank(rank, job["world_size"], port, job)
+                _become(rank, job["world_size"], port, job)
             children.append(child)
         deadline = time.monotonic() + job["timeout"]
         codes: list[int | None] = [None] * len(children)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from commands import run
 from jobs import succeeded, train
 from ranks import RankServer
 
@@ -34,10 +33,10 @@ def test_weights_that_are_not_finite_are_not_saved(ranks: RankServer, tmp_path: 
     assert job.events("end") == []
 
 
-def test_a_file_too_large(tmp_path: Path) -> None:
-    command = "ulimit -f 3000; exec npu-train run quickstart --device cpu --training.steps 1 --validator.no-enable"
+def test_a_file_too_large(ranks: RankServer, tmp_path: Path) -> None:
+    command = "npu-train run quickstart --device cpu --training.steps 1 --validator.no-enable"
     command += " --training.seq-len 64 --training.local-batch-size 1 --training.global-batch-size 1"
-    done = run("bash", "-c", command, cwd=tmp_path)
+    done = ranks.command(*command.split(), cwd=tmp_path, largest_file=3_000_000)
     assert done.returncode == 1, done.stdout
     assert "the checkpoint outputs/quickstart/checkpoint/step-1 could not be written" in done.stdout
     assert "There is no whole checkpoint of this run yet" in done.stdout

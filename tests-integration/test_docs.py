@@ -183,40 +183,6 @@ def test_no_package_index_is_named(path):
     assert re.findall(r"index[-_]url[ =]+(?!<)\S+", path.read_text(encoding="utf-8"), re.IGNORECASE) == []
 
 
-# Calls each command in one process, because importing torch takes most of the time.
-RUN_COMMANDS = """
-import contextlib, io, json, os, sys
-import npu_debug.cli, npu_train.cli
-
-mains = {"npu-train": npu_train.cli.main, "npu-debug": npu_debug.cli.main}
-environment = dict(os.environ)
-answers = []
-for program, *arguments in json.loads(sys.argv[1]):
-    output = io.StringIO()
-    with contextlib.redirect_stderr(output):
-        code = mains[program](arguments)
-    answers.append([code, output.getvalue()])
-    # A run on one process describes itself in the environment.
-    os.environ.clear()
-    os.environ.update(environment)
-print(json.dumps(answers))
-"""
-
-
-def run_commands(commands, folder):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_COMMANDS, json.dumps(commands)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def shown_commands():
     """The npu-train and npu-debug commands of all texts, with placeholders filled in."""
     lines = {
@@ -230,7 +196,7 @@ def shown_commands():
     return [command for command in commands if command and command[0] in ("npu-train", "npu-debug")]
 
 
-def test_commands(tmp_path):
+def test_commands(ranks, tmp_path):
     """Each command is given an input that is not there, and that must be its only problem.
 
     The examples of what is printed for bad input are run as they are.
@@ -252,12 +218,12 @@ def test_commands(tmp_path):
     assert blocks
     examples = [shlex.split(block.splitlines()[0].removeprefix("$ ")) for block in blocks]
 
-    answers = run_commands([*commands, *examples], tmp_path)
-    assert {code for code, _ in answers} == {2}
-    for command, (_, told) in zip(commands, answers, strict=False):
-        assert told.startswith(expected[" ".join(command[:2])]), (command, told)
-    for block, (_, told) in zip(blocks, answers[len(commands) :], strict=True):
-        assert told.splitlines() == block.splitlines()[1:]
+    answers = [ranks.command(*command, cwd=tmp_path) for command in [*commands, *examples]]
+    assert {answer.returncode for answer in answers} == {2}
+    for command, answer in zip(commands, answers, strict=False):
+        assert answer.stdout.startswith(expected[" ".join(command[:2])]), (command, answer.stdout)
+    for block, answer in zip(blocks, answers[len(commands) :], strict=True):
+        assert answer.stdout.splitlines() == block.splitlines()[1:]
 
 
 def test_issue_forms():

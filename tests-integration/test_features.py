@@ -1,14 +1,17 @@
 """Features of torchtitan on the CPU: recomputation, accumulation, bfloat16, compile, validation, resuming."""
 
 import math
+from functools import partial
 from pathlib import Path
 
+import jobs
 import pytest
-from jobs import degrees, succeeded, train
+from jobs import degrees, succeeded
 from ranks import Job, RankServer
 
-# Rows of a step, and the last step; every job sees the same rows. Resuming is after step 2.
+# Rows of a step, and the last step; every job sees the same rows, of 64 tokens. Resuming is after step 2.
 ROWS, STEPS, HALF = 4, 4, 2
+train = partial(jobs.train, seq_len=64)
 
 
 @pytest.fixture(scope="module")

@@ -23,39 +23,44 @@ EXPERT_LAYOUTS = {
     "ep2": (2, degrees(expert_parallel=2)),
     "ep4": (4, degrees(expert_parallel=4)),
 }
-# Rows of a step.
-ROWS = 4
+# Rows of a step. Context parallelism splits rows, which must be long: one row of 256 tokens.
+ROWS, CP_ROWS = 4, 1
 CASES = [("llama3", name) for name in LAYOUTS] + [("deepseek_v3", name) for name in LAYOUTS | EXPERT_LAYOUTS]
 # The experts compute in bfloat16, which many CPUs do slowly: fewer steps (the second loss already depends on the first
-# update) and, where the layout allows it, shorter rows.
+# update) and shorter rows.
 STEPS = {"llama3": 3, "deepseek_v3": 2}
 # Tokens of a row; context parallelism needs 256.
-SEQ_LEN = {"llama3": 128, "deepseek_v3": 64}
+SEQ_LEN, CP_SEQ_LEN = {"llama3": 64, "deepseek_v3": 32}, 256
 
 
 @pytest.fixture(scope="module")
 def alone(
     ranks: RankServer, seeds: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, int], Job]:
-    """The run of one process, made once for each model and row length."""
+) -> Callable[[str, int, int], Job]:
+    """The run of one process, made once for each model, number of rows and row length."""
 
     @cache
-    def run(model: str, seq_len: int) -> Job:
+    def run(model: str, rows: int, seq_len: int) -> Job:
         folder = tmp_path_factory.mktemp(f"{model}-alone")
         options = from_seed(seeds[model])
-        return succeeded(train(ranks, folder, *options, model=model, batch=ROWS, seq_len=seq_len, steps=STEPS[model]))
+        return succeeded(train(ranks, folder, *options, model=model, batch=rows, seq_len=seq_len, steps=STEPS[model]))
 
     return run
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_every_loss_is_that_of_one_process(
-    ranks: RankServer, seeds: dict[str, Path], alone: Callable[[str, int], Job], tmp_path: Path, model: str, layout: str
+    ranks: RankServer,
+    seeds: dict[str, Path],
+    alone: Callable[[str, int, int], Job],
+    tmp_path: Path,
+    model: str,
+    layout: str,
 ) -> None:
     world_size, options = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     data_parallel = 1 if layout in ("tp2", "cp2", "pp2") else 2 if layout == "fsdp2_tp2" else world_size
-    seq_len = 256 if layout == "cp2" else SEQ_LEN[model]
-    one = alone(model, seq_len)
+    rows, seq_len = (CP_ROWS, CP_SEQ_LEN) if layout == "cp2" else (ROWS, SEQ_LEN[model])
+    one = alone(model, rows, seq_len)
     job = succeeded(
         train(
             ranks,
@@ -64,7 +69,7 @@ def test_every_loss_is_that_of_one_process(
             *from_seed(seeds[model]),
             model=model,
             world_size=world_size,
-            batch=ROWS // data_parallel,
+            batch=rows // data_parallel,
             seq_len=seq_len,
             steps=STEPS[model],
         )
@@ -77,7 +82,7 @@ def test_every_loss_is_that_of_one_process(
 
 
 def test_initial_parameters_do_not_depend_on_the_layout(
-    ranks: RankServer, alone: Callable[[str, int], Job], tmp_path: Path
+    ranks: RankServer, alone: Callable[[str, int, int], Job], tmp_path: Path
 ) -> None:
     """Without a seed checkpoint, from the random seed alone."""
     one = succeeded(train(ranks, tmp_path / "one", batch=ROWS, seq_len=SEQ_LEN["llama3"], steps=1))
@@ -92,5 +97,6 @@ def test_initial_parameters_do_not_depend_on_the_layout(
             steps=1,
         )
     )
-    assert one.column("loss") == pytest.approx({1: alone("llama3", SEQ_LEN["llama3"]).column("loss")[1]}, rel=2e-6)
+    seeded = alone("llama3", ROWS, SEQ_LEN["llama3"])
+    assert one.column("loss") == pytest.approx({1: seeded.column("loss")[1]}, rel=2e-6)
     assert four.column("loss") == pytest.approx(one.column("loss"), rel=2e-6)

@@ -11,10 +11,10 @@ pytestmark = pytest.mark.sim(in_process=False)
 
 # Model, processes, torchtitan's options, rows of a rank, tokens of a row.
 LAYOUTS: dict[str, tuple[str, int, list[str], int, int]] = {
-    "fsdp2": ("llama3", 2, [], 2, 128),
-    "tp2": ("llama3", 2, degrees(tensor_parallel=2), 4, 128),
-    "fsdp2_tp2": ("llama3", 4, degrees(tensor_parallel=2), 2, 128),
-    "ep2": ("deepseek_v3", 2, degrees(expert_parallel=2), 2, 64),
+    "fsdp2": ("llama3", 2, [], 2, 64),
+    "tp2": ("llama3", 2, degrees(tensor_parallel=2), 4, 64),
+    "fsdp2_tp2": ("llama3", 4, degrees(tensor_parallel=2), 2, 64),
+    "ep2": ("deepseek_v3", 2, degrees(expert_parallel=2), 2, 32),
 }
 STEPS = 2
 

@@ -1,7 +1,8 @@
 """Every collective of torch.distributed over HCCL on simulated NPUs against gloo on the CPU, in the same processes.
 
-Run by torchrun with a folder; each rank writes `checks-RANK.jsonl` there, a line of JSON per check. Values are small
-integers, exact in every data type, so that results must be equal. Gloo computes in float64, since it lacks some types.
+Run by torchrun with a folder, or without it with a folder and a number of ranks, which are then forks of one process
+and import torch once. Each rank writes `checks-RANK.jsonl` there, a line of JSON per check. Values are small integers,
+exact in every data type, so that results must be equal. Gloo computes in float64, since it lacks some types.
 """
 
 import datetime
@@ -19,12 +20,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch_npu
+from forks import go_on_as_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FOLDER = Path(sys.argv[1])
+if "RANK" in os.environ:
+    RANK, WORLD, MEETING = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"
+else:
+    WORLD, MEETING = int(sys.argv[2]), f"file://{FOLDER / 'store'}"
+    RANK = go_on_as_ranks(WORLD)
 NPU = torch.device("npu", RANK)
 CPU = torch.device("cpu")
-FOLDER = Path(sys.argv[1])
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64]
@@ -768,8 +774,9 @@ def _without_rank_0(group: dist.ProcessGroup) -> str | None:
 def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)
     torch.npu.set_device(NPU)
-    dist.init_process_group("hccl", timeout=datetime.timedelta(seconds=60))
-    gloo = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=60))
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("hccl", init_method=MEETING, rank=RANK, world_size=WORLD, timeout=timeout)
+    gloo = dist.new_group(backend="gloo", timeout=timeout)
     store = dist.PrefixStore("checks", dist.distributed_c10d._get_default_store())
     checks = Checks(FOLDER / f"checks-{RANK}.jsonl", gloo)
     check_types(checks)

@@ -1,4 +1,4 @@
-"""A rank as a fork of this process, which has imported everything already."""
+"""Ranks as forks of this process, which has imported everything already."""
 
 import os
 import sys
@@ -20,3 +20,15 @@ def fork(run: Callable[[], None]) -> int:
         sys.stderr.flush()
         os._exit(code)
     return child
+
+
+def go_on_as_ranks(world: int) -> int:
+    """Returns in as many new processes, in each with its rank; this one ends when they have."""
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            return rank
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(f"the ranks ended with {codes}" if any(codes) else 0)

@@ -19,15 +19,22 @@ def python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
 
-def test_torchtitan_still_falls_back_to_cuda() -> None:
+@pytest.fixture(scope="module")
+def without_the_shim() -> subprocess.CompletedProcess:
+    """A process that imports torchtitan, and the shim after it: importing takes seconds, so there is one."""
+    return python(
+        "import torchtitan.tools.utils as u; print(u.device_type)\nimport torchtitan.components.metrics\n"
+        "from npu_train.shims import cpu_device\ncpu_device.install()"
+    )
+
+
+def test_torchtitan_still_falls_back_to_cuda(without_the_shim: subprocess.CompletedProcess) -> None:
     """Fails once torchtitan chooses the CPU by itself; the shim can then go."""
-    done = python("import torchtitan.tools.utils as u; print(u.device_type)")
-    assert done.stdout.strip() == "cuda", done.stderr
+    assert without_the_shim.stdout.strip() == "cuda", without_the_shim.stderr
 
 
-def test_too_late_is_refused() -> None:
-    done = python("import torchtitan.components.metrics\nfrom npu_train.shims import cpu_device\ncpu_device.install()")
-    assert "can be pointed at the CPU only before its modules are imported" in done.stderr
+def test_too_late_is_refused(without_the_shim: subprocess.CompletedProcess) -> None:
+    assert "can be pointed at the CPU only before its modules are imported" in without_the_shim.stderr
 
 
 def test_torchtitan_sees_the_cpu() -> None:

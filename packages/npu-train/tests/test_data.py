@@ -34,6 +34,12 @@ class ByteTokenizer:
         return 259
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these tests looks at what is in the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 def cache() -> Path:
     return Path(os.environ["XDG_CACHE_HOME"]) / "npu-train" / "tokens"
 

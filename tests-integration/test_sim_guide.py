@@ -14,6 +14,10 @@ x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).npu().requires
 y, _ = torch.ops.npu.npu_rms_norm(x, torch.full((8,), 2.0, device="npu"))
 wide = x.detach().cpu().double()
 expected = 2 * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+y.sum().backward()
+exact = wide.requires_grad_()
+(2 * exact / (exact.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()).sum().backward()
+print("gradient", (x.grad.cpu().double() - exact.grad).abs().max().item() < 1e-6)
 print("difference", (y.detach().cpu().double() - expected).abs().max().item() < 1e-6)
 """
 
@@ -26,7 +30,7 @@ def test_the_examples(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (printed,) = [content for language, content in blocks if language == "text"]
-    assert done.stdout.splitlines() == [*printed.splitlines(), "difference True"]
+    assert done.stdout.splitlines() == [*printed.splitlines(), "gradient True", "difference True"]
 
     (tmp_path / "test_mine.py").write_text(test)
     line = [sys.executable, "-m", "pytest", "--sim", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_mine.py")]

@@ -35,6 +35,17 @@ def test_devices_are_a_number(devices: str) -> None:
         settings.read({"devices": devices})
 
 
+def test_what_is_not_given_comes_from_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_DEVICES", "3")
+    monkeypatch.setenv("NPU_SIM_MEMORY", "2GiB")
+    monkeypatch.setenv("NPU_SIM_STRICT_CUDA", "1")
+    chosen = settings.read({"memory": "1GiB", "soc": None, "strict_cuda": False})
+    assert (chosen.devices, chosen.memory, chosen.strict_cuda) == (3, 2**30, True)
+    monkeypatch.setenv("NPU_SIM_DEVICES", "99")
+    with pytest.raises(InputError, match="NPU_SIM_DEVICES=99 is not a number of devices"):
+        settings.read({})
+
+
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, *command.LAUNCHER]
 
@@ -46,6 +57,12 @@ TORCHRUN = [PYTHON, *command.LAUNCHER]
         (["python", "train.py"], None, ["python", "train.py"]),
         (["torchrun", "train.py"], 4, [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "train.py"]),
         (["python", "train.py", "a"], 2, [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "train.py", "a"]),
+        (["python", "-u", "train.py"], 2, [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "train.py"]),
+        (
+            ["python3", "-m", "torch.distributed.run", "--nnodes=1", "train.py"],
+            2,
+            [*TORCHRUN, "--nproc-per-node", "2", "--nnodes=1", "train.py"],
+        ),
         (["python", "-m", "my.job"], 2, [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--module", "my.job"]),
         (
             ["torchrun", "--master-port", "0", "train.py"],
@@ -64,7 +81,11 @@ def test_what_is_started(given: list[str], nproc: int | None, started: list[str]
         ([], None, "no program"),
         (["bash", "run.sh"], 2, "bash is neither"),
         (["python", "-c", "1"], 2, "neither"),
+        (["python", "-W", "error", "a.py"], 2, "PYTHONWARNINGS"),
+        (["python", "-m", "torch.distributed.launch", "a.py"], 2, "Write torchrun"),
         (["torchrun", "--nproc-per-node=2", "a.py"], 2, "given twice"),
+        (["torchrun", "--nnodes", "2", "a.py"], 2, "on one machine"),
+        (["torchrun", "--nnodes=1:4", "a.py"], None, "on one machine"),
     ],
 )
 def test_what_cannot_be_started(given: list[str], nproc: int | None, says: str) -> None:
@@ -77,7 +98,9 @@ def test_what_cannot_be_started(given: list[str], nproc: int | None, says: str) 
     [
         (["sim"], "no program"),
         (["sim", "--nproc", "0", "--", "a.py"], "--nproc 0"),
-        (["sim", "--nproc", "9", "--", "a.py"], "as many devices"),
+        (["sim", "--nproc", "9", "--", "a.py"], "Give --devices 9"),
+        (["sim", "--nproc", "2", "--", "a.py"], "The script a.py does not exist"),
+        (["sim", "--devices", "2", "python", "a.py", "--lr", "1"], "-- python a.py --lr 1"),
         (["sim", "--", "no-such-program"], "no-such-program was not found"),
         (["sim", "--memroy", "1GiB", "--", "a.py"], "--memory"),
         (["logs", "x", "--", "a.py"], "starts no program"),
@@ -116,13 +139,54 @@ sys.exit(7)
     assert second == "npu 6"
 
 
+STRICT = """
+import torch
+torch.ones(1, device="npu")
+for line in (
+    "torch.cuda.device_count()",
+    "from torch.cuda import is_available",
+    "torch.ones(1).cuda()",
+    "torch.ones(1, device='cuda')",
+    "torch.amp.GradScaler()",
+    "torch.amp.GradScaler('npu')",
+    "torch.autocast('cuda')",
+    "torch.autocast('cpu')",
+    "torch.cuda.amp.GradScaler()",
+):
+    try:
+        exec(compile(line, "mine.py", "exec"))
+        print("fine")
+    except RuntimeError as error:
+        print(error)
+"""
+
+
 @sim
 def test_strict_cuda_names_the_place_in_the_program(tmp_path: Path) -> None:
-    program = "import torch\ntorch.ones(1, device='npu')\nprint(torch.cuda.device_count())\n"
-    done = _sim(tmp_path, program, "--strict-cuda")
-    assert done.returncode == 1
-    assert f"{tmp_path / 'script.py'}:3: torch.cuda.device_count is used" in done.stderr
-    assert "torch.accelerator.device_count()" in done.stderr
+    done = _sim(tmp_path, STRICT, "--strict-cuda")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith(("mine.py", "fine"))]
+    there = "there is no CUDA device on an Ascend machine. Write "
+    assert told == [
+        f"mine.py:1: torch.cuda.device_count is used, and {there}torch.accelerator.device_count().",
+        f"mine.py:1: torch.cuda.is_available is used, and {there}torch.accelerator.is_available().",
+        *2 * [f"mine.py:1: torch.cuda._lazy_init is used, and {there}device='npu', or .npu() for .cuda()."],
+        f"mine.py:1: torch.amp.GradScaler('cuda'), its default, is used, and {there}torch.amp.GradScaler('npu').",
+        "fine",
+        f"mine.py:1: torch.autocast('cuda') is used, and {there}torch.autocast('npu').",
+        "fine",
+        f"mine.py:1: torch.cuda.amp is used, and {there}torch.amp with the device: torch.amp.autocast('npu'), "
+        "torch.amp.GradScaler('npu').",
+    ]
+
+
+@sim
+@pytest.mark.parametrize("first", ["import torch_npu", "import npu_debug.sim", "import torch"])
+def test_any_import_may_be_the_first(tmp_path: Path, first: str) -> None:
+    program = f"{first}\nimport os, torch, torch_npu\nprint(torch.ones(2, device='npu').sum().item())\n"
+    program += "print(os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'])\n"
+    done = _sim(tmp_path, program)
+    assert done.stdout.splitlines()[-2:] == ["2.0", "1"], done.stderr
 
 
 @sim
@@ -141,7 +205,7 @@ hook.install()
 @sim
 def test_the_plugin_gives_marked_tests_simulated_devices(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
-        "import pytest\n"
+        "import pytest\nimport torch_npu\n"
         "@pytest.mark.sim\n"
         "def test_marked():\n    import torch\n    assert torch.ones(2, device='npu').sum().item() == 2\n"
         "def test_fixture(sim):\n    assert sim.device_count() == 8\n"

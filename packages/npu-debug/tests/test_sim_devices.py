@@ -306,6 +306,69 @@ def test_compiling_with_aot_eager_gives_the_numbers_of_eager() -> None:
         assert eager.equal(traced)
 
 
+ATTENTION = {
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()},
+    "grouped": {"enable_gqa": True, "scale": 0.3},
+    "unfused": {"dropout_p": 1e-7},
+}
+
+
+@pytest.mark.parametrize("options", list(ATTENTION.values()), ids=list(ATTENTION))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_attention_compiles_to_the_numbers_of_eager(options: dict[str, object], backend: str) -> None:
+    options = {name: value.npu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    heads = 2 if "enable_gqa" in options else 4
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x[:, :heads], x[:, :heads], **options)
+
+    x = torch.arange(4 * 6 * 8.0).view(1, 4, 6, 8).sin().npu().requires_grad_()
+    results = []
+    for function in (attention, torch.compile(attention, backend=backend, fullgraph=True)):
+        out = function(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        results.append((out.detach(), grad))
+    for eager, traced in zip(*results, strict=True):
+        # The unfused formula drops, with a chance of 1e-7, and scales by 1 / (1 - 1e-7).
+        torch.testing.assert_close(traced, eager, rtol=1e-5 if "dropout_p" in options else 0, atol=1e-6)
+
+
+def test_attention_under_functional_gradients() -> None:
+    q = torch.arange(24.0).view(1, 1, 4, 6).cos()
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q).square().sum()
+
+    assert torch.func.grad(loss)(q.npu()).cpu().equal(torch.func.grad(loss)(q))
+
+
+def test_a_compiled_dropout_and_a_compiled_encoder() -> None:
+    x = torch.ones(64, 64, device="npu", requires_grad=True)
+    dropped = torch.compile(lambda x: F.dropout(x, 0.25), backend="eager", fullgraph=True)(x)
+    assert dropped.unique().tolist() == pytest.approx([0, 1 / 0.75])
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True).npu()
+    torch.compile(layer, backend="aot_eager")(torch.ones(2, 5, 16, device="npu")).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_a_convolution_is_as_the_compiler_is_told() -> None:
+    weight, x = torch.ones(8, 3, 3, 3, device="npu"), torch.ones(2, 3, 8, 8).npu()
+    x = x.to(memory_format=torch.channels_last)
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        told = F.conv2d(mode.from_tensor(x), mode.from_tensor(weight)).stride()
+    assert F.conv2d(x, weight).stride() == told
+    flat = torch.compile(lambda x: F.conv2d(x, weight).flatten(1), backend="aot_eager")(x)
+    assert flat.unique().tolist() == [27.0]
+
+
+def test_an_operator_that_no_kernel_can_stand_in_for_names_itself() -> None:
+    with pytest.raises(NotImplementedError, match="simulated devices have no kernel for aten::batch_norm_stats"):
+        torch.batch_norm_stats(torch.ones(2, 3, 4, 4, device="npu"), 1e-5)
+
+
 def test_a_fused_operator_without_a_kernel_names_itself(sim: object) -> None:
     import npu_debug.sim
 
@@ -336,6 +399,26 @@ def kernels(sim: object) -> Iterator[object]:
     for name, function in before.items():
         if fused._registered[name] is not function:
             npu_debug.sim.register_kernel(name, function)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "says"),
+    [
+        ("npu_swiglu", 3, "is of type int; give a function"),
+        ("npu_swiglu", lambda x: x, "cannot be called as the operator: too many positional"),
+        ("npu_swiglu", lambda x, dim=0: x, "has dim=0, and the operator dim=-1"),
+        ("npu_swigl", lambda x, dim=-1: x, "Did you mean npu_swiglu"),
+    ],
+)
+def test_a_kernel_that_cannot_be_one_is_refused(kernels: object, name: str, function: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kernels(name, function)
+
+
+def test_a_kernel_that_returns_something_else_is_named(kernels: object) -> None:
+    kernels("npu::npu_swiglu", lambda x, dim=-1: None)
+    with pytest.raises(TypeError, match=r"npu_swiglu returned \(NoneType\); the operator returns \(Tensor\)"):
+        torch.ops.npu.npu_swiglu(torch.ones(4, device="npu"))
 
 
 def rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:

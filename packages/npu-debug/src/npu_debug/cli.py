@@ -66,6 +66,11 @@ def _dispatch(argv: list[str], program: list[str] | None) -> int:
         return OK
     if unknown:
         command = commands.get(args.command, parser)
+        if args.command == "sim" and program is None and not unknown[0].startswith("-"):
+            raise InputError(
+                f"Write -- before the program, so that its options are not taken for those of npu-debug: "
+                f"npu-debug sim [options] -- {' '.join(unknown)}"
+            )
         _unknown("argument", unknown[0], [*parser._option_string_actions, *command._option_string_actions])
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -120,14 +125,18 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         help="run a program on simulated Ascend devices",
         usage="npu-debug sim [options] -- PROGRAM [arguments]",
         description="Run a program on simulated Ascend devices: the real torch_npu, on a machine without NPU and CANN.",
-        epilog="Examples: npu-debug sim -- python train.py    npu-debug sim --nproc 4 -- torchrun train.py. "
-        "The exit code is the program's; 2 where it could not be started.",
+        epilog="examples:\n"
+        "  npu-debug sim -- python train.py\n"
+        "  npu-debug sim --nproc 4 -- torchrun train.py\n\n"
+        "An option that is not given comes from its variable: NPU_SIM_SOC, NPU_SIM_DEVICES, NPU_SIM_MEMORY,\n"
+        "NPU_SIM_TRACE, NPU_SIM_STRICT_CUDA=1. The exit code is the program's; 2 where it could not be started.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[debug],
         allow_abbrev=False,
     )
     sim.add_argument("--nproc", metavar="N", help="processes on this machine, started by torchrun")
-    sim.add_argument("--soc", metavar="NAME", help="SoC the devices are (default: Ascend910B1)")
-    sim.add_argument("--devices", metavar="N", help="number of devices (default: 8)")
+    sim.add_argument("--soc", metavar="NAME", help="Ascend910B1 (default), Ascend910_9391, Ascend950PR_9599, ...")
+    sim.add_argument("--devices", metavar="N", help="number of devices, 1 to 64 (default: 8)")
     sim.add_argument("--memory", metavar="SIZE", help="memory of each device (default: 64GiB)")
     sim.add_argument("--trace", metavar="FILE", help="append every device call to FILE, a line of JSON each")
     sim.add_argument("--strict-cuda", action="store_true", help="any use of torch.cuda by the program raises")
@@ -139,7 +148,7 @@ def _sim(args: argparse.Namespace) -> int:
     from npu_debug.simulation import command, settings
 
     chosen = settings.read(vars(args))
-    if args.nproc is not None and (not args.nproc.isdigit() or int(args.nproc) < 1):
+    if args.nproc is not None and (not args.nproc.isdecimal() or int(args.nproc) < 1):
         raise InputError(f"--nproc {args.nproc} is not a number of processes. Give 1 or more.")
     command.run(args.program or [], chosen, None if args.nproc is None else int(args.nproc))
 

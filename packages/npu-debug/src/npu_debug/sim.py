@@ -4,15 +4,17 @@
     import torch
     torch.ones(3, device="npu")
 
-The devices follow the environment variables that `npu-debug sim` sets (NPU_SIM_SOC, NPU_SIM_DEVICES, NPU_SIM_MEMORY in
-bytes, NPU_SIM_TRACE, NPU_SIM_STRICT_CUDA). See the guide "Simulated devices" for what is simulated and what is not.
+The devices follow the environment variables that `npu-debug sim` sets (NPU_SIM_SOC, NPU_SIM_DEVICES, NPU_SIM_MEMORY,
+NPU_SIM_TRACE, NPU_SIM_STRICT_CUDA). See the guide "Simulated devices" for what is simulated and what is not.
 """
 
 import os
 
-from npu_debug.simulation import hook
+from npu_debug.simulation import hook, settings
 from npu_debug.simulation.build import SimError, library_folder
 
+# The C side reads plain numbers.
+os.environ.update(settings.read({}).variables())
 # Says what is missing, a compiler or torch_npu, better than the import below.
 library_folder()
 hook.install()

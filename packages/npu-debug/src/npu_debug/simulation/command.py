@@ -16,6 +16,7 @@ SITE = Path(__file__).parent / "site"
 # torch_npu, which torch loads by itself, has imported the module by then, and Python warns of that.
 LAUNCHER = ["-W", "ignore:'torch.distributed.run' found:RuntimeWarning", "-m", "torch.distributed.run"]
 _RENDEZVOUS = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
+_ONE_MACHINE = "Simulated devices of a job are on one machine."
 
 
 def command_line(command: Sequence[str], nproc: int | None) -> list[str]:
@@ -34,26 +35,48 @@ def command_line(command: Sequence[str], nproc: int | None) -> list[str]:
     name = os.path.basename(command[0])
     if name.endswith(".py"):
         command, name = [sys.executable, *command], "python"
+    rest = command[1:]
     if nproc is None:
+        if name == "torchrun":
+            _check_one_machine(rest)
         return command
-    if name == "torchrun":
-        rest = command[1:]
-    elif name.startswith("python"):
-        rest = command[1:]
-        if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
+    if name.startswith("python"):
+        while rest and rest[0] == "-u":  # torchrun starts Python with it
+            rest = rest[1:]
+        if rest[:2] == ["-m", "torch.distributed.run"]:
+            rest = rest[2:]
+        elif rest[:2] == ["-m", "torch.distributed.launch"]:
+            raise InputError("--nproc starts the processes by torchrun. Write torchrun, not torch.distributed.launch.")
+        elif not rest or (rest[0].startswith("-") and rest[0] != "-m"):
             raise InputError(
-                f"--nproc starts a script or -m MODULE in several processes; {' '.join(command)} is neither."
+                f"--nproc starts a script or -m MODULE in several processes; {' '.join(command)} is neither. Options "
+                "of Python itself are given as variables: PYTHONWARNINGS=error for -W error, PYTHONOPTIMIZE=1 for -O."
             )
-        rest = ["--module", *rest[1:]] if rest[0] == "-m" else rest
-    else:
+        elif rest[0] == "-m":
+            rest = ["--module", *rest[1:]]
+    elif name != "torchrun":
         raise InputError(
             f"--nproc starts torchrun or a Python script, and {command[0]} is neither. Leave --nproc out and start the "
             "processes yourself."
         )
     if any(part.split("=")[0] in ("--nproc-per-node", "--nproc_per_node") for part in rest):
-        raise InputError("The number of processes is given twice: by --nproc and by torchrun's own --nproc-per-node.")
+        raise InputError(
+            "The number of processes is given twice, by --nproc and by torchrun's own --nproc-per-node. Leave one out."
+        )
+    _check_one_machine(rest)
     alone = [] if any(part.startswith(_RENDEZVOUS) for part in rest) else ["--standalone"]
     return [sys.executable, *LAUNCHER, *alone, "--nproc-per-node", str(nproc), *rest]
+
+
+def _check_one_machine(arguments: Sequence[str]) -> None:
+    for index, part in enumerate(arguments):
+        option, _, value = part.partition("=")
+        if option.endswith(".py"):
+            return  # the rest is the script's
+        if option == "--nnodes":
+            value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
+            if value not in ("1", "1:1"):
+                raise InputError(f"{_ONE_MACHINE} Leave --nnodes {value} out, and give --nproc all the processes.")
 
 
 def environment(settings: Settings) -> dict[str, str]:
@@ -81,7 +104,13 @@ def run(command: Sequence[str], settings: Settings, nproc: int | None) -> NoRetu
     if program is None:
         raise InputError(f"The program {line[0]} was not found on PATH. Check its name, or give its path.")
     if settings.devices < (nproc or 1):
-        raise InputError(f"--nproc {nproc} needs as many devices: raise --devices {settings.devices}.")
+        raise InputError(
+            f"--nproc {nproc} needs {nproc} devices, and there are {settings.devices}. Give --devices {nproc}."
+        )
+    script = next((part for part in line if part.endswith(".py")), None)
+    if nproc is not None and script is not None and not os.path.isfile(script):
+        # Each process would say so, in a page of torchrun's.
+        raise InputError(f"The script {script} does not exist. Check its name and the current folder.")
     # Built here, once, so that a missing compiler is told before anything starts.
     library_folder()
     sys.stdout.flush()

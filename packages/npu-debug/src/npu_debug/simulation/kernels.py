@@ -297,6 +297,11 @@ class HostKernel:
         try:
             return self.call(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
+            if f"Could not run '{self.full_name}" in str(error):
+                raise NotImplementedError(
+                    f"simulated devices have no kernel for {self.full_name}: it is one of the device's own, and the "
+                    "CPU has none that could stand in for it."
+                ) from None
             if not any(f"not implemented for '{kind}'" in str(error) for kind in ("Half", "BFloat16")):
                 raise
             return self._in_float32(args, kwargs)
@@ -465,6 +470,11 @@ def _copies(streams: Streams) -> dict[str, Kernel]:
     }
 
 
+def _convolution(*args: Any) -> torch.Tensor:
+    """Contiguous, as torch's shape function says for devices of this kind."""
+    return aten.convolution.default(*args).contiguous()
+
+
 def _convolution_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -493,6 +503,14 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torc
     return x * mask * scale, mask
 
 
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty CPU tensor of the same sizes, strides and type; of the example's where the compiler leaves one open."""
+    sizes, strides = (
+        [n if isinstance(n, int) else n.node.hint for n in numbers] for numbers in (tensor.size(), tensor.stride())
+    )
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=_CPU)
+
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -508,8 +526,9 @@ def scaled_dot_product_attention(
     options = {"scale": scale, "enable_gqa": enable_gqa}
     flash = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
     mask_learns = attn_mask is not None and attn_mask.requires_grad
-    with torch.no_grad():
-        host = [on_host(t) if t is not None and not t.is_cpu else t for t in (query, key, value, attn_mask)]
+    # Only what describes a tensor matters for the choice, and a FakeTensor, say, has no more than that.
+    with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+        host = [None if t is None else _like(t) for t in (query, key, value, attn_mask)]
         choice = torch._fused_sdp_choice(*host, dropout_p, is_causal, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zero = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -535,8 +554,12 @@ def _generic_autograd(op: torch._ops.OpOverload) -> Kernel:
     """The autograd formula that all other devices use; torch_npu's own calls operators of the device."""
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        below = keyset.remove(torch._C.DispatchKey.AutogradPrivateUse1)
-        return op.redispatch(below | _AUTOGRAD_OTHER, *args, **kwargs)
+        below = keyset.remove(torch._C.DispatchKey.AutogradPrivateUse1) | _AUTOGRAD_OTHER
+        if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher):
+            # The compiler's own dispatch would look at the tensors anew, and come back here.
+            with torch._C._DisablePythonDispatcher():
+                return op.redispatch(below.remove(torch._C.DispatchKey.PythonDispatcher), *args, **kwargs)
+        return op.redispatch(below, *args, **kwargs)
 
     return kernel
 
@@ -568,9 +591,8 @@ def register(streams: Streams) -> torch.library.Library:
     backward = operators["convolution_backward_overrideable"]
     special = {
         **_copies(streams),
-        "convolution_overrideable": HostKernel(
-            operators["convolution_overrideable"], streams, aten.convolution.default
-        ),
+        "convolution": HostKernel(operators["convolution"], streams, _convolution),
+        "convolution_overrideable": HostKernel(operators["convolution_overrideable"], streams, _convolution),
         "convolution_backward_overrideable": HostKernel(backward, streams, _convolution_backward),
         "native_dropout": _native_dropout,
         "scaled_dot_product_attention": scaled_dot_product_attention,

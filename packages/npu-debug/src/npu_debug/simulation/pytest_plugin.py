@@ -17,6 +17,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    if early_config.known_args_namespace.sim:
+        from . import hook
+
+        # Test files import torch, and it torch_npu, as they are collected.
+        hook.install()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sim(in_process=True): runs on simulated Ascend devices (npu-debug)")
 

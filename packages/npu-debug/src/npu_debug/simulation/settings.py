@@ -32,9 +32,12 @@ class Settings:
     strict_cuda: bool = False
 
     def environment(self) -> dict[str, str]:
-        """The variables that bring these settings to a process and its children."""
+        """The variables that bring simulated devices to a process and its children."""
+        return {"NPU_SIM_ACTIVE": "1", **self.variables()}
+
+    def variables(self) -> dict[str, str]:
+        """These settings as environment variables."""
         return {
-            "NPU_SIM_ACTIVE": "1",
             "NPU_SIM_SOC": self.soc,
             "NPU_SIM_DEVICES": str(self.devices),
             "NPU_SIM_MEMORY": str(self.memory),
@@ -47,35 +50,47 @@ def read(values: Mapping[str, str | None]) -> Settings:
     """Check what a user gave.
 
     Args:
-        values: ``soc``, ``devices``, ``memory`` (bytes, or with a unit: ``64GiB``), ``trace``, ``strict_cuda``; what is
-            absent or None has its default.
+        values: Options: ``soc``, ``devices``, ``memory`` (bytes, or with a unit: ``64GiB``), ``trace``,
+            ``strict_cuda``. What is absent or None comes from its variable, ``NPU_SIM_SOC`` and so on, or has its
+            default.
 
     Raises:
         InputError: with every value that cannot be used.
     """
     problems = []
-    soc = values.get("soc") or DEFAULT_SOC
+    asked: dict[str, str] = {}
+
+    def value(name: str, default: str) -> str:
+        variable = f"NPU_SIM_{name.upper()}"
+        given, label = values.get(name), f"--{name} "
+        if given is None:
+            given, label = os.environ.get(variable), f"{variable}="
+        asked[name] = f"{label}{given}"
+        return given or default
+
+    soc = value("soc", DEFAULT_SOC)
     if not SOCS.fullmatch(soc):
         problems.append(
-            f"--soc {soc} is not an Ascend SoC that torch_npu 2.14.0 knows. Examples: Ascend910B1 (A2), Ascend910_9391 "
-            "(A3), Ascend950PR_9599."
+            f"{asked['soc']} is not an Ascend SoC that torch_npu 2.14.0 knows. Examples: Ascend910B1 (A2), "
+            "Ascend910_9391 (A3), Ascend950PR_9599."
         )
-    devices = values.get("devices") or "8"
-    if not devices.isdigit() or not 1 <= int(devices) <= 64:
-        problems.append(f"--devices {devices} is not a number of devices. Give 1 to 64.")
-    memory = values.get("memory") or "64GiB"
+    devices = value("devices", "8")
+    if not devices.isdecimal() or not 1 <= int(devices) <= 64:
+        problems.append(f"{asked['devices']} is not a number of devices. Give 1 to 64.")
+    memory = value("memory", "64GiB")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", memory)
     size = 0
     if match and match[2].upper() in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < 2**20:
-        problems.append(f"--memory {memory} is not a size of at least 1 MiB. Write it like 64GiB, 512MiB or in bytes.")
-    trace = values.get("trace") or ""
+        problems.append(f"{asked['memory']} is not a size of at least 1 MiB. Write it like 64GiB, 512MiB or in bytes.")
+    trace = value("trace", "")
     if trace:
         trace = os.path.abspath(os.path.expanduser(trace))
         folder = os.path.dirname(trace)
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(trace):
-            problems.append(f"--trace {trace} cannot be written. Name a file in a folder that exists and is writable.")
+            problems.append(f"{asked['trace']} cannot be written. Name a file in a folder that exists and is writable.")
     if problems:
         raise InputError("\n".join(problems))
-    return Settings(soc, int(devices), size, trace, bool(values.get("strict_cuda")))
+    strict_cuda = bool(values.get("strict_cuda")) or os.environ.get("NPU_SIM_STRICT_CUDA") == "1"
+    return Settings(soc, int(devices), size, trace, strict_cuda)

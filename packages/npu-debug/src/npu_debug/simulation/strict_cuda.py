@@ -20,7 +20,8 @@ _FRAMEWORKS = (
     "npu_train",
 )
 _PORTABLE = {
-    "amp": "torch.amp.autocast('npu'), or torch.amp.autocast(torch.accelerator.current_accelerator().type)",
+    "_lazy_init": "device='npu', or .npu() for .cuda()",
+    "amp": "torch.amp with the device: torch.amp.autocast('npu'), torch.amp.GradScaler('npu')",
     "current_device": "torch.accelerator.current_device_index()",
     "device_count": "torch.accelerator.device_count()",
     "empty_cache": "torch.accelerator.empty_cache()",
@@ -37,16 +38,37 @@ _PORTABLE = {
 }
 
 
+# These look at torch.cuda on behalf of their caller, who asked for "cuda" or left it the default.
+_AMP = {
+    "torch.amp.autocast_mode": ("torch.autocast('cuda')", "torch.autocast('npu')"),
+    "torch.amp.grad_scaler": ("torch.amp.GradScaler('cuda'), its default,", "torch.amp.GradScaler('npu')"),
+}
+
+
+def _module(frame: types.FrameType | None) -> str:
+    return frame.f_globals.get("__name__", "") if frame is not None else "torch"
+
+
+def _is_program(frame: types.FrameType | None) -> bool:
+    return _module(frame).partition(".")[0] not in _FRAMEWORKS
+
+
 class _StrictModule(types.ModuleType):
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__"):
-            frame = sys._getframe(1)
-            caller = frame.f_globals.get("__name__", "")
-            if caller.partition(".")[0] not in _FRAMEWORKS:
-                portable = _PORTABLE.get(name, f"torch.npu.{name}, or its counterpart in torch.accelerator")
+            frame: types.FrameType | None = sys._getframe(1)
+            while _module(frame).startswith(("importlib.", "_frozen_importlib")):  # from torch.cuda import ...
+                frame = frame.f_back
+            used, portable = f"torch.cuda.{name}", _PORTABLE.get(name)
+            if _module(frame) in _AMP and frame.f_code.co_name == "__init__":
+                used, portable = _AMP[_module(frame)]
+                given = frame.f_locals.get("device_type", frame.f_locals.get("device"))
+                frame = frame.f_back if given == "cuda" else None
+            if _is_program(frame):
+                portable = portable or f"torch.npu.{name}, or its counterpart in torch.accelerator"
                 raise RuntimeError(
-                    f"{frame.f_code.co_filename}:{frame.f_lineno}: torch.cuda.{name} is used, and there is no CUDA "
-                    f"device on an Ascend machine. Write {portable}."
+                    f"{frame.f_code.co_filename}:{frame.f_lineno}: {used} is used, and there is no CUDA device on an "
+                    f"Ascend machine. Write {portable}."
                 )
         return super().__getattribute__(name)
 

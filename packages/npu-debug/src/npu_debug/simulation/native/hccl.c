@@ -68,6 +68,20 @@ static void describe(const struct description *d, char *text, size_t size) {
 
 /* ---- collectives, in the stream ---------------------------------------------------------------------------------- */
 
+/* Whether the trace is to say what an operation waits for: once, when that has lasted a second. */
+static bool wait_is_long(double since, bool *said) {
+    if (*said || !sim_tracing || sim_now() - since < 1)
+        return false;
+    return *said = true;
+}
+
+static void trace_wait(struct comm *c, const char *what, const bool *missing) {
+    char who[512];
+    comm_name_ranks(c->shared, missing, c->ranks, who, sizeof who);
+    SIM_TRACE("waits", "\"operation\": \"%s\", \"communicator\": \"%s\", \"rank\": %u, \"for_ranks\": \"%s\"", what,
+              c->name, c->rank, who);
+}
+
 static int barrier(struct task *t) {
     struct comm *c = t->c;
     struct segment *s = c->shared;
@@ -80,15 +94,21 @@ static int barrier(struct task *t) {
         return 0;
     }
     double since = sim_now();
+    bool said = false;
     while (atomic_load(&s->generation) == generation) {
         int code = comm_wait(c, &s->generation, generation, since, 0);
-        if (code == ACL_ERROR_RT_FFTS_PLUS_TIMEOUT) {
+        bool late = code == ACL_ERROR_RT_FFTS_PLUS_TIMEOUT;
+        if (late || wait_is_long(since, &said)) {
             bool missing[MAX_RANKS];
             char what[256], who[512];
             for (uint32_t rank = 0; rank < c->ranks; rank++)
                 missing[rank] = atomic_load(&s->rank[rank].step) < mine;
-            bool gone = comm_name_ranks(s, missing, c->ranks, who, sizeof who);
             describe(&t->d, what, sizeof what);
+            if (!late) {
+                trace_wait(c, what, missing);
+                continue;
+            }
+            bool gone = comm_name_ranks(s, missing, c->ranks, who, sizeof who);
             return comm_fail(c, gone ? HCCL_E_REMOTE : HCCL_E_TIMEOUT, code,
                              "EI0002: HCCL communicator %s: rank %u of %u timed out in operation %llu, %s, after %g s: "
                              "no sign of rank(s) %s", c->name, c->rank, c->ranks, (unsigned long long)c->collectives,
@@ -405,6 +425,7 @@ static int batch_timeout(struct batch *b, int code) {
 static int run_batch(void *argument) {
     struct batch *b = argument;
     double since = sim_now();
+    bool said = false;
     int code = sim_task_cancelled() ? ACL_ERROR_RT_STREAM_ABORT : 0;
     for (size_t n = 0; n < b->number && !code; n++)
         code = atomic_load(&b->item[n].c->async_error) ? ACL_ERROR_RT_FFTS_PLUS_TIMEOUT : 0;
@@ -428,6 +449,11 @@ static int run_batch(void *argument) {
         if (moved)
             continue;
         code = comm_wait(open->c, word, seen, since, single ? 0 : 0.001);
+        if (wait_is_long(since, &said)) {
+            bool missing[MAX_RANKS] = {false};
+            missing[open->peer] = true;
+            trace_wait(open->c, OP_NAMES[open->kind], missing);
+        }
         if (code == ACL_ERROR_RT_FFTS_PLUS_TIMEOUT)
             code = batch_timeout(b, code);
     }

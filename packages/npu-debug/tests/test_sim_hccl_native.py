@@ -188,7 +188,7 @@ class Job:
                     os._exit(status)
             self.processes[process] = rank
 
-    def finish(self, seconds: float = 15.0) -> dict[int, int]:
+    def finish(self, seconds: float = 60.0) -> dict[int, int]:
         """Wait for the processes; their exit codes by rank."""
         deadline, codes = time.monotonic() + seconds, dict[int, int]()
         while self.processes and time.monotonic() < deadline:
@@ -796,9 +796,32 @@ def never_comes(me: Rank) -> None:
     assert "HcclAllReduce" in me.message()
 
 
-def test_a_rank_that_never_comes_to_an_operation(job):
-    output = job(3, never_comes, HCCL_EXEC_TIMEOUT="0.5")
+def test_a_rank_that_never_comes_to_an_operation(job, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    output = job(3, never_comes, HCCL_EXEC_TIMEOUT="1.5", NPU_SIM_TRACE=str(trace))
     assert output.count("EI0002") == 2
+    # After a second the trace says who waits for whom.
+    calls = [json.loads(line) for line in trace.read_text().splitlines()]
+    waits = {call["rank"]: call for call in calls if call["call"] == "waits"}
+    assert sorted(waits) == [0, 2]
+    for call in waits.values():
+        assert call["operation"] == "HcclAllReduce(count 100, uint8, max)"
+        assert call["for_ranks"].startswith("1")
+
+
+def waits_for_a_message(me: Rank) -> None:
+    memory = buffer(bytes(1))
+    if me.rank == 0:
+        me.call("HcclRecv", memory, c_uint64(1), U8, 1, me.comm, me.stream)
+        assert "no sign of rank(s) 1" in me.wait(TIMED_OUT)
+
+
+def test_the_trace_names_the_sender_that_is_waited_for(job, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    job(2, waits_for_a_message, HCCL_EXEC_TIMEOUT="1.5", NPU_SIM_TRACE=str(trace))
+    calls = [json.loads(line) for line in trace.read_text().splitlines()]
+    (call,) = [call for call in calls if call["call"] == "waits"]
+    assert (call["operation"], call["rank"], call["for_ranks"][:1]) == ("HcclRecv", 0, "1")
 
 
 def both_send(me: Rank) -> None:

@@ -65,9 +65,9 @@ JOBS: dict[str, tuple[Callable[[int], None], int, dict[str, str]]] = {
             "TORCH_HCCL_TRACE_BUFFER_SIZE": "100",
             "TORCH_HCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_HCCL_ENABLE_MONITORING": "1",
-            "TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",
+            "TORCH_HCCL_WAIT_TIMEOUT_DUMP_MILSEC": "30000",
             # So long the watchdog waits, once the dump is ordered, before it ends the process.
-            "TORCH_HCCL_HEARTBEAT_TIMEOUT_SEC": "6",
+            "TORCH_HCCL_HEARTBEAT_TIMEOUT_SEC": "15",
         },
     ),
     "mismatch": (mismatch, 4, {}),

@@ -75,6 +75,12 @@ def test_the_sources_compile_without_warnings(folder: Path) -> None:
 
 
 def test_several_processes_build_once(folder: Path, tmp_path: Path) -> None:
+    # A damaged build, and one that was interrupted long ago, are cleared away.
+    damaged, stopped = tmp_path / "npu-debug" / folder.name, tmp_path / "npu-debug" / "building-old"
+    damaged.mkdir(parents=True)
+    (damaged / "libascendcl.so").touch()
+    stopped.mkdir()
+    os.utime(stopped, (0, 0))
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     program = "from npu_debug.simulation import build; print(build.library_folder())"
 
@@ -131,6 +137,12 @@ def test_a_cache_that_is_not_writable_is_named(folder: Path, tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     with pytest.raises(build.SimError, match="Set XDG_CACHE_HOME"):
         build.library_folder()
+
+
+def test_a_variable_that_is_no_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", 'gcc "')
+    with pytest.raises(build.SimError, match=r"CC=gcc .* is not a command"):
+        build.find_compiler("c")
 
 
 def test_what_the_compiler_says_is_passed_on() -> None:

@@ -29,7 +29,13 @@ def test_all_problems_are_told_together(tmp_path: Path) -> None:
     assert [line.split()[0] for line in str(raised.value).splitlines()] == ["--soc", "--devices", "--memory", "--trace"]
 
 
-@pytest.mark.parametrize("devices", ["-1", "65", "two", "1.5"])
+@pytest.mark.parametrize("memory", ["100000GiB", "64 gb/s", "1e9GiB", "-1", "0", ""])
+def test_memory_is_a_size(memory: str) -> None:
+    with pytest.raises(InputError, match=r"--memory .* is not a size from 1 MiB to 64 TiB"):
+        settings.read({"memory": memory})
+
+
+@pytest.mark.parametrize("devices", ["-1", "65", "two", "1.5", "²", ""])
 def test_devices_are_a_number(devices: str) -> None:
     with pytest.raises(InputError, match="--devices"):
         settings.read({"devices": devices})
@@ -152,6 +158,8 @@ for line in (
     "torch.autocast('cuda')",
     "torch.autocast('cpu')",
     "torch.cuda.amp.GradScaler()",
+    "torch.nn.Linear(1, 1).cuda()",
+    "torch.cuda.nvtx.range_push('x')",
 ):
     try:
         exec(compile(line, "mine.py", "exec"))
@@ -177,6 +185,8 @@ def test_strict_cuda_names_the_place_in_the_program(tmp_path: Path) -> None:
         "fine",
         f"mine.py:1: torch.cuda.amp is used, and {there}torch.amp with the device: torch.amp.autocast('npu'), "
         "torch.amp.GradScaler('npu').",
+        f"mine.py:1: torch.cuda._lazy_init is used, and {there}device='npu', or .npu() for .cuda().",
+        f"mine.py:1: torch.cuda.nvtx is used, and {there}torch.npu.nvtx, or its counterpart in torch.accelerator.",
     ]
 
 

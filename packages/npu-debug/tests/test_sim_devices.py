@@ -306,6 +306,52 @@ def test_compiling_with_aot_eager_gives_the_numbers_of_eager() -> None:
         assert eager.equal(traced)
 
 
+WRONG = {
+    "storage of 0 bytes": (lambda x: (x.untyped_storage().resize_(0), x.sum()), "its storage was resized to 0 bytes"),
+    "foreach on two devices": (lambda x: torch._foreach_add([x], [x.to("npu:1")]), "npu:0 and npu:1"),
+    "a target on the host": (lambda x: torch.tensor(1.0).add_(x[0]), "npu:0 and cpu"),
+    "out on the host": (lambda x: torch.sum(x, dim=0, out=torch.tensor(0.0)), "npu:0 and cpu"),
+    "a list with one on the host": (lambda x: torch.stack([x[0], torch.tensor(1.0)]), "npu:0 and cpu"),
+    "another device's generator": (
+        lambda x: torch.randn(2, device=x.device, generator=torch.Generator("npu:1")),
+        "a generator of npu:0 but found one of npu:1",
+    ),
+    "in place into nothing": (
+        lambda x: torch.zeros(0, 1, 3, device="npu").ldexp_(torch.ones(0, 9, 3, device="npu")),
+        "doesn't match the broadcast shape",
+    ),
+    "shared memory": (lambda x: x.untyped_storage()._share_npu_(), "aclrtIpcMemGetExportKey is not implemented"),
+}
+
+
+@pytest.mark.parametrize(("call", "says"), list(WRONG.values()), ids=list(WRONG))
+def test_what_a_device_would_refuse(call: object, says: str) -> None:
+    with pytest.raises(RuntimeError, match=says):
+        call(torch.arange(4.0, device="npu"))
+
+
+def test_lists_may_be_of_several_devices() -> None:
+    ones = [torch.ones(2, device=device) for device in ("npu:0", "npu:1")]
+    assert [t.tolist() for t in torch._foreach_add(ones, ones)] == [[2, 2], [2, 2]]
+    assert [str(t.device) for t in torch._foreach_mul(ones, torch.tensor(3.0))] == ["npu:0", "npu:1"]
+
+
+def test_a_forked_process_cannot_go_on_with_the_devices() -> None:
+    x = torch.arange(4.0, device="npu")
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(writing, str((x + 1).tolist()).encode())
+        except RuntimeError as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "the devices were in use when this process was forked" in os.read(reading, 4096).decode()
+    os.close(reading)
+    os.close(writing)
+    assert (x + 1).tolist() == [1, 2, 3, 4]
+
+
 ATTENTION = {
     "causal": {"is_causal": True},
     "mask": {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()},

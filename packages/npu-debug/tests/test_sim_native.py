@@ -22,7 +22,7 @@ from npu_debug.simulation import build
 MIB = 1 << 20
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, ANY_DIRECTION = 1, 2, 3, 4
 TIMED = 0x08
-OUT_OF_MEMORY, INVALID, NOT_SUPPORTED, NO_DEVICE_CHOSEN = 207001, 107000, 207000, 107002
+OUT_OF_MEMORY, INVALID, NOT_IMPLEMENTED, NO_DEVICE_CHOSEN = 207001, 107000, 507000, 107002
 SYNC_TIMEOUT, EVENT_TIMEOUT, BAD_HANDLE, BAD_TIMESTAMP = 507046, 507047, 107017, 107006
 Task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -412,10 +412,11 @@ def test_a_thread_has_no_device_before_it_chooses_one(acl: Acl) -> None:
 def test_errors_are_told_once_and_name_the_function(acl: Acl) -> None:
     acl.aclrtSetDevice(0)
     error = acl.fails("aclmdlRIExecuteAsync", None, None)
-    assert (error.code, error.message) == (NOT_SUPPORTED, "simulated device: aclmdlRIExecuteAsync is not implemented")
+    says = "simulated device: aclmdlRIExecuteAsync is not implemented"
+    assert (error.code, error.message) == (NOT_IMPLEMENTED, says)
     assert acl.library.aclGetRecentErrMsg() == b""
-    assert acl.library.aclrtPeekAtLastError(0) == NOT_SUPPORTED
-    assert acl.library.aclrtGetLastError(0) == NOT_SUPPORTED
+    assert acl.library.aclrtPeekAtLastError(0) == NOT_IMPLEMENTED
+    assert acl.library.aclrtGetLastError(0) == NOT_IMPLEMENTED
     assert acl.library.aclrtGetLastError(0) == 0
     refused = acl.fails("aclopCompileAndExecute", b"MatMul", 0, None, None, 0, None, None, None, 0, 0, None, None)
     assert "operator MatMul has no kernel" in refused.message

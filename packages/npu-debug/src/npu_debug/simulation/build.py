@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +54,8 @@ ABSENT = {
     "aclrtMemcpyAsyncWithCondition": "copies of pageable memory are synchronous",
 }
 
-_FEATURE_NOT_SUPPORT = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT
+# ACL_ERROR_RT_INTERNAL_ERROR: where a function says "feature not supported", torch_npu may go on as if it had worked.
+_NOT_IMPLEMENTED = 507000
 _HCCL_E_NOT_SUPPORT = 5
 _NAME = re.compile(r"(?:acl|Hccl|Msprof)[A-Za-z]\w*|rt[A-Z]\w*")
 
@@ -77,14 +79,15 @@ def library_folder() -> Path:
     compilers = {"c": find_compiler("c"), "c++": find_compiler("c++")}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "npu-debug"
     folder = cache / f"sim-{_fingerprint(torch_npu, torch, compilers)}"
-    if folder.is_dir():
+    if _is_whole(folder):
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / "build.lock"):
-            if not folder.is_dir():
+            if not _is_whole(folder):
                 if sys.stderr.isatty():
                     print("npu-debug sim: compiling the simulated devices, once, some seconds", file=sys.stderr)
+                shutil.rmtree(folder, ignore_errors=True)
                 _build_beside(folder, torch_npu, compilers)
     except OSError as error:
         raise SimError(
@@ -94,6 +97,10 @@ def library_folder() -> Path:
     return folder
 
 
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("libkeys.so", *STAND_INS)) and (folder / "cann").is_dir()
+
+
 def find_compiler(language: str) -> list[str]:
     """The command of the C ("c") or C++ ("c++") compiler: CC or CXX, else what the machine has.
 
@@ -101,7 +108,10 @@ def find_compiler(language: str) -> list[str]:
         SimError: there is none.
     """
     variable, candidates = {"c": ("CC", ["cc", "gcc"]), "c++": ("CXX", ["c++", "g++"])}[language]
-    wanted = shlex.split(os.environ.get(variable, ""))
+    try:
+        wanted = shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise SimError(f"{variable}={os.environ[variable]} is not a command: {error}.") from None
     if wanted:
         if shutil.which(wanted[0]):
             return wanted
@@ -176,6 +186,11 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build_beside(folder: Path, torch_npu: Path, compilers: dict[str, list[str]]) -> None:
     """Build into a temporary folder and rename it, so that nobody ever sees half a build."""
+    for stopped in folder.parent.glob("building-*"):
+        # Under the lock nobody else builds; a file system without locks keeps the young ones.
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - stopped.stat().st_mtime > 600:
+                shutil.rmtree(stopped, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     try:
         _build(temporary, torch_npu, compilers)
@@ -228,12 +243,15 @@ def _build(out: Path, torch_npu: Path, compilers: dict[str, list[str]]) -> None:
         _run([*empty, "-o", str(out / name), f"-Wl,-soname,{name}"])
     for intermediate in [*objects, out / "stubs.o"]:
         intermediate.unlink()
+    # torch_npu looks for CANN's folders, and warns on every start where there are none. These are empty.
+    for part in ("runtime", "compiler", "opp"):
+        (out / "cann" / part).mkdir(parents=True)
 
 
 def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        reason = "\n".join(result.stderr.strip().splitlines()[:20])
+        reason = "\n".join(result.stderr.strip().splitlines()[:20]) or f"It ended with {result.returncode}."
         raise SimError(f"Building the simulator's libraries failed: {shlex.join(command)}\n{reason}")
 
 
@@ -273,7 +291,7 @@ def stub_source(names: list[str], declared: dict[str, str]) -> str:
             continue
         # A pointer or a number that is no error code says "nothing" by 0.
         is_code = not before.strip() or re.search(r"\b(aclError|HcclResult|int|int32_t)\s*$", before)
-        error = _HCCL_E_NOT_SUPPORT if name.startswith("Hccl") else _FEATURE_NOT_SUPPORT
+        error = _HCCL_E_NOT_SUPPORT if name.startswith("Hccl") else _NOT_IMPLEMENTED
         lines.append(f"STUB({name}, {error}, {'code' if is_code else '0'})")
     return "\n".join(lines) + "\n"
 

@@ -42,15 +42,17 @@ def _before() -> None:
         )
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     folder = library_folder()
-    # torch_npu looks for CANN's folders, and warns on every start where there are none. These are empty.
     cann = folder / "cann"
-    for part in ("runtime", "compiler", "opp"):
-        (cann / part).mkdir(parents=True, exist_ok=True)
     os.environ["ASCEND_HOME_PATH"], os.environ["ASCEND_OPP_PATH"] = str(cann), str(cann / "opp")
     ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(folder / "libkeys.so")).clear_keys()
-    for name in STAND_INS:
-        _state[name] = ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    try:
+        ctypes.CDLL(str(folder / "libkeys.so")).clear_keys()
+        for name in STAND_INS:
+            _state[name] = ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise SimError(
+            f"The simulator's libraries in {folder} are damaged: {error}. Delete that folder: they are then built anew."
+        ) from error
 
 
 def _after() -> None:

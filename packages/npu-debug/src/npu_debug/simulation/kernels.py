@@ -10,6 +10,7 @@ torch_npu must be loaded on the stand-in libraries; `npu_debug.sim` does it.
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,10 @@ class Streams:
 
     Attributes:
         pending: Number of queued or running tasks of this process: the library's own counter.
+        forked: Whether this process was forked from one that used the devices.
     """
+
+    forked = False
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.pending = ctypes.c_int32.in_dll(library, "sim_pending_tasks")
@@ -58,6 +62,10 @@ class Streams:
         self._wait.argtypes, self._wait.restype = [ctypes.c_void_p], ctypes.c_int
         self._message = library.aclGetRecentErrMsg
         self._message.restype = ctypes.c_char_p
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        self.forked = self.forked or torch.npu.is_initialized()
 
     def wait(self, device: torch.device) -> None:
         """Wait until the current stream of ``device`` is idle: the kernel about to run is the next thing on it.
@@ -94,6 +102,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     if size == 0:
+        if tensor.numel():
+            raise RuntimeError(
+                f"A tensor of shape {tuple(tensor.shape)} on {tensor.device} is used, and its storage was resized to 0 "
+                "bytes."
+            )
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU)
     key = (storage.data_ptr(), size, tensor.dtype)
     flat = _flat.get(key)
@@ -143,6 +156,8 @@ def _npu_generator(given: torch.Generator | None, device: torch.device) -> torch
     if given is not None:
         if given.device.type != "npu":
             raise RuntimeError(f"Expected a 'npu' device type for generator but found '{given.device.type}'")
+        if given.device.index is not None and device.index is not None and given.device != device:
+            raise RuntimeError(f"Expected a generator of {device} but found one of {given.device}")
         return given
     torch.npu._lazy_init()
     return torch.npu.default_generators[device.index or 0]
@@ -176,7 +191,16 @@ class HostKernel:
         self.indexing = self.name in INDEXING
         self.foreach = self.name.startswith("_foreach")
         self.mixed_lists = self.name in MIXED_DEVICES
-        self.mixed = self.mixed_lists or self.name.startswith(("_foreach", "_fused", "_amp_foreach"))
+        # Each index of their lists may be on a device of its own.
+        self.by_index = self.name.startswith(("_foreach", "_fused_ada", "_fused_sgd", "_amp_foreach"))
+        self.mixed = self.mixed_lists or self.by_index
+        # Only an input may be a number in a tensor of the host.
+        self.targets = {
+            key
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for key in (index, argument.name)
+        }
         self.random = torch.Tag.nondeterministic_seeded in op.tags and self.name not in CPU_ATTENTION
         self.takes_generator = any(argument.name == "generator" for argument in schema.arguments)
         # By position, then by name: the parts of a call that may hold tensors or name a device.
@@ -213,7 +237,7 @@ class HostKernel:
                 if not isinstance(value, torch.Tensor):
                     continue  # a number
                 if value.is_cpu:
-                    strangers += value.dim() > 0 and not self.mixed
+                    strangers += (value.dim() > 0 or index in self.targets) and not self.mixed
                 else:
                     device = self._same(device, value)
                     host_args[index] = on_host(value)
@@ -229,7 +253,7 @@ class HostKernel:
                 kind = self.kind_of[name]
                 if kind == "tensor" and isinstance(value, torch.Tensor):
                     if value.is_cpu:
-                        strangers += value.dim() > 0 and not self.mixed
+                        strangers += (value.dim() > 0 or name in self.targets) and not self.mixed
                     else:
                         device = self._same(device, value)
                         value = on_host(value)
@@ -245,6 +269,13 @@ class HostKernel:
             device = torch.device("npu", torch.npu.current_device())
         if strangers:
             raise self._two_devices(device, _CPU)
+        if self.by_index:
+            self._check_by_index([*args, *kwargs.values()])
+        if self.streams.forked:
+            raise RuntimeError(
+                f"{self.full_name}: the devices were in use when this process was forked, and a forked process cannot "
+                "go on with them. Start it with spawn, or fork before the first tensor is on a device."
+            )
         if self.indexing:
             self._check_indices(*args)
         if self.pending.value:
@@ -270,11 +301,20 @@ class HostKernel:
         for value in values:
             if value is None or value.is_cpu:
                 host.append(value)
-                strangers += value is not None and value.dim() > 0 and not self.mixed_lists
+                strangers += value is not None and not self.mixed
             else:
                 device = self._same(device, value)
                 host.append(on_host(value))
         return host, device, strangers
+
+    def _check_by_index(self, values: list[Any]) -> None:
+        lists = [value for value in values if isinstance(value, (list, tuple)) and value]
+        for tensors in zip(*(value for value in lists if isinstance(value[0], torch.Tensor)), strict=False):
+            devices = {
+                tensor.device for tensor in tensors if tensor is not None and (tensor.dim() or not tensor.is_cpu)
+            }
+            if len(devices) > 1:
+                raise self._two_devices(*sorted(devices, key=str)[:2])
 
     def _check_indices(
         self, tensor: torch.Tensor, indices: list[torch.Tensor | None], values: torch.Tensor | None = None, *_: Any
@@ -357,7 +397,11 @@ class HostKernel:
             for given, host in zip(args, host_args, strict=True):
                 if given is out:  # in place: the CPU refuses to resize what is an argument too
                     host_kwargs[name] = host
-        fresh = {name for name, out in outs.items() if any(t.untyped_storage().nbytes() == 0 for t in _flatten(out))}
+        fresh = {
+            name
+            for name, out in outs.items()
+            if any(t.untyped_storage().nbytes() == 0 for t in _flatten(out)) and not any(out is arg for arg in args)
+        }
         for name in fresh:
             host_kwargs[name] = _empty_on_host(outs[name])
         try:

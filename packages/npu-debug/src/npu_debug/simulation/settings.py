@@ -10,7 +10,9 @@ from npu_debug.errors import InputError
 DEFAULT_SOC = "Ascend910B1"
 # As torch_npu recognises them.
 SOCS = re.compile(r"Ascend(910B[1-4](-1)?|910B2C|910_93\d\d|950\w*)")
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_LARGEST = 2**46
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ def read(values: Mapping[str, str | None]) -> Settings:
         given, label = values.get(name), f"--{name} "
         if given is None:
             given, label = os.environ.get(variable), f"{variable}="
+            given = given or None
         asked[name] = f"{label}{given}"
-        return given or default
+        return default if given is None else given
 
     soc = value("soc", DEFAULT_SOC)
     if not SOCS.fullmatch(soc):
@@ -82,15 +85,25 @@ def read(values: Mapping[str, str | None]) -> Settings:
     size = 0
     if match and match[2].upper() in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < 2**20:
-        problems.append(f"{asked['memory']} is not a size of at least 1 MiB. Write it like 64GiB, 512MiB or in bytes.")
+    if not 2**20 <= size <= _LARGEST:
+        problems.append(
+            f"{asked['memory']} is not a size from 1 MiB to 64 TiB. Write it like 64GiB, 512MiB or in bytes."
+        )
     trace = value("trace", "")
     if trace:
         trace = os.path.abspath(os.path.expanduser(trace))
-        folder = os.path.dirname(trace)
-        if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(trace):
-            problems.append(f"{asked['trace']} cannot be written. Name a file in a folder that exists and is writable.")
+        try:
+            with open(trace, "a"):
+                pass
+        except OSError as error:
+            problems.append(
+                f"{asked['trace']} cannot be written: {error.strerror}. Name a file in a folder that exists and is "
+                "writable."
+            )
+    strict = os.environ.get("NPU_SIM_STRICT_CUDA", "")
+    if strict not in ("", "0", "1"):
+        problems.append(f"NPU_SIM_STRICT_CUDA={strict} is neither 1 nor 0.")
+    strict_cuda = bool(values.get("strict_cuda")) or strict == "1"
     if problems:
         raise InputError("\n".join(problems))
-    strict_cuda = bool(values.get("strict_cuda")) or os.environ.get("NPU_SIM_STRICT_CUDA") == "1"
     return Settings(soc, int(devices), size, trace, strict_cuda)

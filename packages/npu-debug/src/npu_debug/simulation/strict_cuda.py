@@ -60,6 +60,9 @@ class _StrictModule(types.ModuleType):
             while _module(frame).startswith(("importlib.", "_frozen_importlib")):  # from torch.cuda import ...
                 frame = frame.f_back
             used, portable = f"torch.cuda.{name}", _PORTABLE.get(name)
+            if name == "_lazy_init":  # torch asks for the device on behalf of a caller, near or far
+                while frame is not None and not _is_program(frame):
+                    frame = frame.f_back
             if _module(frame) in _AMP and frame.f_code.co_name == "__init__":
                 used, portable = _AMP[_module(frame)]
                 given = frame.f_locals.get("device_type", frame.f_locals.get("device"))

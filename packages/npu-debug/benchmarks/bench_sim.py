@@ -121,6 +121,8 @@ def main() -> int:
     if importlib.util.find_spec("torch_npu") is None:
         print("bench_sim needs torch_npu: make sync-sim, then run it with .venvs/sim/bin/python")
         return 2
+    # Without CANN a plain `import torch` fails at torch_npu.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     measured = {
         "start-up (s)": start_up(),
         "quickstart step, share of the CPU's": quickstart_ratio(options.steps),

@@ -224,3 +224,14 @@ def test_the_plugin_gives_marked_tests_simulated_devices(tmp_path: Path) -> None
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
+
+
+@sim
+def test_the_plugin_says_which_variable_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text("def test_fixture(sim):\n    pass\n")
+    line = [sys.executable, "-m", "pytest", "--sim", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = {**os.environ, "NPU_SIM_DEVICES": "99"}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 1, done.stdout
+    assert "NPU_SIM_DEVICES=99 is not a number of devices" in done.stdout
+    assert "INTERNALERROR" not in done.stdout + done.stderr

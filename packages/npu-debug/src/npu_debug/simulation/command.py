@@ -16,7 +16,6 @@ SITE = Path(__file__).parent / "site"
 # torch_npu, which torch loads by itself, has imported the module by then, and Python warns of that.
 LAUNCHER = ["-W", "ignore:'torch.distributed.run' found:RuntimeWarning", "-m", "torch.distributed.run"]
 _RENDEZVOUS = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
-_ONE_MACHINE = "Simulated devices of a job are on one machine."
 
 
 def command_line(command: Sequence[str], nproc: int | None) -> list[str]:
@@ -76,7 +75,10 @@ def _check_one_machine(arguments: Sequence[str]) -> None:
         if option == "--nnodes":
             value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
             if value not in ("1", "1:1"):
-                raise InputError(f"{_ONE_MACHINE} Leave --nnodes {value} out, and give --nproc all the processes.")
+                raise InputError(
+                    f"Simulated devices of a job are on one machine. Leave --nnodes {value} out, and give --nproc all "
+                    "the processes."
+                )
 
 
 def environment(settings: Settings) -> dict[str, str]:

@@ -22,19 +22,16 @@ _state: dict[str, object] = {}
 
 
 def _before() -> None:
-    if "torch" not in sys.modules:
-        # A program may import torch_npu first. Torch's own loading of it would then find it half imported; torch_npu
-        # switches that off too, and puts the variable back afterwards.
-        chosen = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
-        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-        import torch
-
-        if chosen is None:
-            del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
-        else:
-            os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = chosen
+    # A program may import torch_npu first. Torch's own loading of it would then find it half imported; torch_npu
+    # switches that off too, and puts the variable back afterwards.
+    chosen = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch
 
+    if chosen is None:
+        del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+    else:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = chosen
     if "TASK_QUEUE_ENABLE" in os.environ and os.environ["TASK_QUEUE_ENABLE"] != "0":
         print(
             "npu-debug sim: TASK_QUEUE_ENABLE=0 is used: simulated kernels run at once, not from a queue.",

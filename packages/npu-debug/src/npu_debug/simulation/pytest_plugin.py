@@ -51,11 +51,11 @@ _PROBLEM = pytest.StashKey[str]()
 
 def _activate() -> str:
     """Why this process has no simulated devices, or ""."""
-    from .build import SimError
+    from npu_debug.errors import InputError
 
     try:
         import npu_debug.sim  # noqa: F401
-    except (ImportError, SimError) as error:
+    except (ImportError, InputError) as error:
         return f"simulated Ascend devices cannot be used: {error}"
     return ""
 

@@ -66,8 +66,7 @@ def read(values: Mapping[str, str | None]) -> Settings:
         variable = f"NPU_SIM_{name.upper()}"
         given, label = values.get(name), f"--{name} "
         if given is None:
-            given, label = os.environ.get(variable), f"{variable}="
-            given = given or None
+            given, label = os.environ.get(variable) or None, f"{variable}="
         asked[name] = f"{label}{given}"
         return default if given is None else given
 
